@@ -1,0 +1,1 @@
+//! Plan, schedule, session, generation, stats. Knows providers only by their trait.

@@ -1,0 +1,1 @@
+//! Host provider: SIMD kernels, thread pool, host device.

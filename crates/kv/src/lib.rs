@@ -1,0 +1,1 @@
+//! KV pages: geometry, layouts, page tables, the store trait, growth.

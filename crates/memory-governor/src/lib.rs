@@ -1,0 +1,1 @@
+//! Who may hold how many bytes of which pool: ledger, leases, growth transactions. No unsafe, no I/O, no CUDA.

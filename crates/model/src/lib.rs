@@ -1,0 +1,10 @@
+//! Model files to a [`ModelSpec`]: GGUF files, ONNX directories, tokenizers, chat templates. No compute.
+//!
+//! Weights stay where they are, in read-only mappings; a tensor is a format, a shape and the extents it references.
+
+pub mod error;
+pub mod file;
+pub mod spec;
+
+pub use error::{ModelError, Result};
+pub use spec::ModelSpec;

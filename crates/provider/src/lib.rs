@@ -1,0 +1,1 @@
+//! The trait between the engine and a device: step programs, operands, device info.
