@@ -5,6 +5,7 @@
 pub mod error;
 pub mod file;
 pub mod spec;
+pub mod tokenizer;
 
 pub use error::{ModelError, Result};
 pub use spec::ModelSpec;

@@ -1,0 +1,5 @@
+//! Text to token ids and back.
+
+pub mod gguf_vocab;
+
+pub use gguf_vocab::GgufVocab;
