@@ -1,1 +1,14 @@
-//! The trait between the engine and a device: step programs, operands, device info.
+//! The trait between the engine and a device: step programs, operands, memory ranges, device info.
+//!
+//! The engine decides what is where and in which order it is read; a provider records that as a program and replays it
+//! once a step. Nothing here allocates device memory or computes.
+
+#![forbid(unsafe_code)]
+
+pub mod device;
+pub mod program;
+pub mod step;
+
+pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind};
+pub use program::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
+pub use step::{StepInput, StepOutput, TokenRow};

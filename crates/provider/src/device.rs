@@ -1,0 +1,101 @@
+//! What a device can do: memory ranges, recording and replaying a program.
+
+use std::sync::Arc;
+
+use headrace_kv::KvGeometry;
+use headrace_model::ModelSpec;
+
+use crate::program::StepProgram;
+use crate::step::{StepInput, StepOutput};
+
+/// The separate address ranges of a device. Ranges never share a granule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum RangeKind {
+    /// Resident weights.
+    Weights,
+    /// The staging ring.
+    Staging,
+    /// KV pages: page `p` is at `p * geometry.page_bytes()`.
+    Kv,
+    /// Buffers of a step.
+    Workspace,
+}
+
+/// What went wrong on a device.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// The device or the operating system refused memory.
+    #[error("{device}: no memory for {bytes} bytes of {what}: {reason}")]
+    OutOfMemory {
+        /// Device.
+        device: String,
+        /// What the memory was for.
+        what: String,
+        /// Bytes asked for.
+        bytes: u64,
+        /// What the device said.
+        reason: String,
+    },
+    /// A step reads something that isn't there, or an argument is out of range.
+    #[error("{device}: {what}")]
+    Invalid {
+        /// Device.
+        device: String,
+        /// What is wrong.
+        what: String,
+    },
+    /// The device failed.
+    #[error("{device}: {what}")]
+    Failed {
+        /// Device.
+        device: String,
+        /// What failed.
+        what: String,
+    },
+}
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// `cpu`, `host-device`, `cuda:0`.
+    pub name: String,
+    /// For people: the processor's or the card's name.
+    pub description: String,
+    /// Physical mapping unit in bytes.
+    pub granule: u64,
+    /// Kernel family in use, such as `avx512-vnni`.
+    pub kernels: String,
+    /// Threads that compute; 0 where that means nothing.
+    pub threads: usize,
+}
+
+/// Names a recorded program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProgramId(pub u64);
+
+/// A device that runs step programs. The engine drives every device through this and nothing else.
+pub trait Provider: Send {
+    /// What it is.
+    fn info(&self) -> DeviceInfo;
+
+    /// Takes the model. Called once, before anything else.
+    fn attach(&mut self, model: Arc<ModelSpec>, kv: KvGeometry) -> Result<(), DeviceError>;
+
+    /// Maps physical memory so that `0 .. bytes` of the range is backed. Grows in place; a smaller value than before
+    /// unmaps the tail, after a fence. Returns the bytes now mapped, a multiple of the granule. On an error nothing has
+    /// changed.
+    fn resize(&mut self, range: RangeKind, bytes: u64) -> Result<u64, DeviceError>;
+
+    /// Bytes mapped in the range now, by the device's own count.
+    fn mapped(&self, range: RangeKind) -> u64;
+
+    /// Records a program.
+    fn record(&mut self, program: StepProgram) -> Result<ProgramId, DeviceError>;
+
+    /// Drops a recorded program and what it holds.
+    fn discard(&mut self, id: ProgramId);
+
+    /// Runs one step and waits for its results.
+    fn run(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError>;
+}

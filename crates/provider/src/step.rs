@@ -1,0 +1,36 @@
+//! One step's inputs and results: token rows, page tables, logits.
+
+/// One row of a step: a token of one sequence at one position. A decode batch, a prefill chunk and a draft to verify
+/// are all lists of these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenRow {
+    /// Index into [`StepInput::page_tables`].
+    pub sequence: usize,
+    /// Position in the sequence, from 0.
+    pub position: usize,
+    /// Token id.
+    pub token: u32,
+}
+
+/// What one step computes. Rows of one sequence have increasing positions; all of a sequence's earlier positions are
+/// in its pages already or in earlier rows of this step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepInput {
+    /// The rows.
+    pub rows: Vec<TokenRow>,
+    /// For each sequence of the step, its pages in order; long enough for every position of its rows.
+    pub page_tables: Vec<Vec<u32>>,
+    /// Rows whose logits are wanted, as increasing indices into `rows`.
+    pub wanted: Vec<usize>,
+    /// True to copy the wanted logits to the host; false to learn the arg-maxima only.
+    pub want_logits: bool,
+}
+
+/// What one step gave. Reused from step to step, so that a steady step allocates nothing.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepOutput {
+    /// The greedy choice of each wanted row; `Err(index)` names the first non-finite logit.
+    pub tokens: Vec<Result<u32, u32>>,
+    /// `[wanted, vocab]`, if [`StepInput::want_logits`] is set, else empty.
+    pub logits: Vec<f32>,
+}
