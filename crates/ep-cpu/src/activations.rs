@@ -1,0 +1,224 @@
+//! A batch of quantised activation rows, in the layout that the linear kernels read.
+//!
+//! Eight blocks of 32 form a group, one block a lane, as the contract's eight lanes want it. The 32 codes of a block
+//! are reordered (each half of 16: its even elements, then its odd ones, so that both ways of packing nibbles unpack
+//! without a shuffle) and cut in eight dwords of four codes; dword `w` of lane `l` lies at byte `32 w + 4 l` of the
+//! group. A vector register then holds the same dword of eight blocks, and an integer dot product leaves the dots of
+//! eight blocks in eight lanes. Integer sums are exact, so neither order changes a bit.
+
+use std::marker::PhantomData;
+
+use headrace_numerics::activation::{ActivationWidth, amax, split};
+use headrace_numerics::format::BLOCK;
+
+use crate::simd::SimdLevel;
+
+/// Blocks of a group.
+pub const GROUP_BLOCKS: usize = 8;
+
+/// Codes of a group.
+pub const GROUP_CODES: usize = GROUP_BLOCKS * BLOCK;
+
+/// One plane of signed bytes of a group.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct CodeGroup(pub(crate) [i8; GROUP_CODES]);
+
+/// Step sizes and code sums of a group, one lane a block. Lanes past the last block are zero.
+#[derive(Clone, Copy)]
+#[repr(C, align(32))]
+pub(crate) struct StepGroup {
+    /// Step size of each block.
+    pub(crate) d: [f32; GROUP_BLOCKS],
+    /// Sum of the 32 codes of each block.
+    pub(crate) sum: [i32; GROUP_BLOCKS],
+    /// Sum of the first 16 codes of each block.
+    pub(crate) first: [i32; GROUP_BLOCKS],
+}
+
+const ZERO_CODES: CodeGroup = CodeGroup([0; GROUP_CODES]);
+const ZERO_STEPS: StepGroup = StepGroup { d: [0.0; GROUP_BLOCKS], sum: [0; GROUP_BLOCKS], first: [0; GROUP_BLOCKS] };
+
+/// Byte of element `i` (0 to 31) of the block in lane `lane` within its group.
+pub(crate) const fn code_at(lane: usize, i: usize) -> usize {
+    let (half, r) = (i / 16, i % 16);
+    let p = 16 * half + 8 * (r % 2) + r / 2;
+    (p / 4) * 32 + lane * 4 + p % 4
+}
+
+/// Quantised activation rows, `[rows, cols]`. The buffers are kept from step to step and only ever grow.
+#[derive(Default)]
+pub struct Activations {
+    rows: usize,
+    cols: usize,
+    width: ActivationWidth,
+    /// Low bytes of 16-bit codes, or the 8-bit codes: `[rows, groups]`.
+    low: Vec<CodeGroup>,
+    /// High bytes of 16-bit codes, `[rows, groups]`; not used for 8-bit codes.
+    high: Vec<CodeGroup>,
+    steps: Vec<StepGroup>,
+}
+
+impl Activations {
+    /// An empty batch.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes room for `rows` rows of `cols` elements. What the rows hold is undefined until each has been quantised.
+    /// Allocates only if a batch has never been this large before.
+    pub fn prepare(&mut self, rows: usize, cols: usize, width: ActivationWidth) {
+        (self.rows, self.cols, self.width) = (rows, cols, width);
+        let need = rows * self.groups();
+        if self.low.len() < need {
+            self.low.resize(need, ZERO_CODES);
+            self.steps.resize(need, ZERO_STEPS);
+        }
+        if width == ActivationWidth::Int16 && self.high.len() < need {
+            self.high.resize(need, ZERO_CODES);
+        }
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of elements of a row.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Width of the codes.
+    pub fn width(&self) -> ActivationWidth {
+        self.width
+    }
+
+    /// Groups of eight blocks in a row, the last one padded with zeros.
+    pub(crate) fn groups(&self) -> usize {
+        self.cols.div_ceil(GROUP_CODES)
+    }
+
+    /// Low bytes (or 8-bit codes), high bytes (empty for 8-bit codes) and steps of row `row`, `groups()` long.
+    pub(crate) fn row(&self, row: usize) -> (&[CodeGroup], &[CodeGroup], &[StepGroup]) {
+        let range = row * self.groups()..(row + 1) * self.groups();
+        let high: &[CodeGroup] = match self.width {
+            ActivationWidth::Int16 => &self.high[range.clone()],
+            ActivationWidth::Int8 => &[],
+        };
+        (&self.low[range.clone()], high, &self.steps[range])
+    }
+
+    /// Quantises `x` (`cols()` long) into row `row`.
+    ///
+    /// # Panics
+    /// If `row` is out of range or `x` is not `cols()` long.
+    pub fn quantise_row(&mut self, level: SimdLevel, row: usize, x: &[f32]) {
+        // SAFETY: `&mut self` is held for the whole call, so no other writer or reader exists.
+        unsafe { self.writer().quantise_row(level, row, x) }
+    }
+
+    /// A writer that several threads share to fill different rows at once.
+    pub fn writer(&mut self) -> ActivationWriter<'_> {
+        ActivationWriter {
+            rows: self.rows,
+            cols: self.cols,
+            width: self.width,
+            low: self.low.as_mut_ptr(),
+            high: self.high.as_mut_ptr(),
+            steps: self.steps.as_mut_ptr(),
+            batch: PhantomData,
+        }
+    }
+}
+
+/// Fills rows of an [`Activations`]; copies of it may be used from several threads at once, on different rows.
+#[derive(Clone, Copy)]
+pub struct ActivationWriter<'a> {
+    rows: usize,
+    cols: usize,
+    width: ActivationWidth,
+    low: *mut CodeGroup,
+    high: *mut CodeGroup,
+    steps: *mut StepGroup,
+    batch: PhantomData<&'a mut Activations>,
+}
+
+// SAFETY: the pointers lead to buffers that the writer borrows mutably for `'a`; `quantise_row`, the only access, is
+// unsafe and demands that no two threads write one row at once.
+unsafe impl Send for ActivationWriter<'_> {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for ActivationWriter<'_> {}
+
+impl ActivationWriter<'_> {
+    /// Quantises `x` (as many elements as the batch has columns) into row `row`.
+    ///
+    /// # Panics
+    /// If `row` is out of range or `x` has another length.
+    ///
+    /// # Safety
+    /// No other thread may write the same row at the same time.
+    pub unsafe fn quantise_row(&self, level: SimdLevel, row: usize, x: &[f32]) {
+        assert!(row < self.rows && x.len() == self.cols, "activation row {row} of {} elements", x.len());
+        let groups = self.cols.div_ceil(GROUP_CODES);
+        let wide = self.width == ActivationWidth::Int16;
+        // SAFETY: `prepare` made every buffer at least `rows * groups` long (`high` for 16-bit codes only) and
+        // `row < rows`; the borrow of the batch keeps them alive and unmoved; the caller keeps other threads off the
+        // row, and different rows don't overlap.
+        let (low, high, steps) = unsafe {
+            (
+                std::slice::from_raw_parts_mut(self.low.add(row * groups), groups),
+                if wide { std::slice::from_raw_parts_mut(self.high.add(row * groups), groups) } else { &mut [] },
+                std::slice::from_raw_parts_mut(self.steps.add(row * groups), groups),
+            )
+        };
+        let _ = level;
+        quantise_scalar(x, self.width, low, high, steps);
+    }
+}
+
+/// One row, in the terms of the contract.
+fn quantise_scalar(
+    x: &[f32],
+    width: ActivationWidth,
+    low: &mut [CodeGroup],
+    high: &mut [CodeGroup],
+    steps: &mut [StepGroup],
+) {
+    for (g, chunk) in x.chunks(GROUP_CODES).enumerate() {
+        let step = &mut steps[g];
+        if chunk.len() < GROUP_CODES {
+            low[g] = ZERO_CODES;
+            if let Some(high) = high.get_mut(g) {
+                *high = ZERO_CODES;
+            }
+        }
+        *step = ZERO_STEPS;
+        for (lane, block) in chunk.chunks(BLOCK).enumerate() {
+            let amax = amax(block);
+            let inv = width.max_code() / amax;
+            let (d, inv) = if !amax.is_finite() {
+                (amax, 0.0)
+            } else if inv.is_finite() {
+                (amax / width.max_code(), inv)
+            } else {
+                (0.0, 0.0)
+            };
+            step.d[lane] = d;
+            for (i, &v) in block.iter().enumerate() {
+                let code = if inv == 0.0 { 0 } else { (v * inv).round_ties_even() as i16 };
+                let at = code_at(lane, i);
+                if let Some(high) = high.get_mut(g) {
+                    let (hi, lo) = split(code);
+                    (low[g].0[at], high.0[at]) = (lo, hi);
+                } else {
+                    low[g].0[at] = code as i8;
+                }
+                step.sum[lane] += i32::from(code);
+                if i < BLOCK / 2 {
+                    step.first[lane] += i32::from(code);
+                }
+            }
+        }
+    }
+}
