@@ -68,6 +68,8 @@ pub struct DeviceInfo {
     pub kernels: String,
     /// Threads that compute; 0 where that means nothing.
     pub threads: usize,
+    /// Bytes of tensors that the provider laid out anew when it took the model: column-major ones.
+    pub repacked_bytes: u64,
 }
 
 /// Names a recorded program.
@@ -89,6 +91,15 @@ pub trait Provider: Send {
 
     /// Bytes mapped in the range now, by the device's own count.
     fn mapped(&self, range: RangeKind) -> u64;
+
+    /// Copies bytes inside a range, in order with the steps. Source and target don't overlap.
+    fn copy_within(&mut self, range: RangeKind, from: u64, to: u64, bytes: u64) -> Result<(), DeviceError>;
+
+    /// Reads mapped bytes of a range. For tests and tools, never in a step.
+    fn read(&self, range: RangeKind, offset: u64, into: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Writes mapped bytes of a range, in order with the steps.
+    fn write(&mut self, range: RangeKind, offset: u64, bytes: &[u8]) -> Result<(), DeviceError>;
 
     /// Records a program.
     fn record(&mut self, program: StepProgram) -> Result<ProgramId, DeviceError>;
