@@ -3,6 +3,8 @@
 use headrace_numerics::attention::CHUNK;
 use headrace_numerics::elementwise::KvDtype;
 
+use crate::error::KvError;
+
 /// Order of the entries of one layer in a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum KvLayout {
@@ -79,5 +81,102 @@ impl KvGeometry {
             KvLayout::SeqMajor => self.kv_heads,
         };
         rows * self.head_dim * self.dtype.bytes()
+    }
+
+    /// Checks that a page of these sizes can exist: nothing is zero, a page holds whole attention chunks, and its
+    /// bytes can be counted.
+    ///
+    /// # Errors
+    /// [`KvError::Geometry`].
+    pub fn validate(&self) -> Result<(), KvError> {
+        let KvGeometry { layers, kv_heads, head_dim, page_tokens, .. } = *self;
+        let refuse = |what: String| Err(KvError::Geometry { what });
+        if [layers, kv_heads, head_dim, page_tokens].contains(&0) {
+            return refuse(format!(
+                "{layers} layers, {kv_heads} heads of {head_dim}, {page_tokens} tokens: none may be 0"
+            ));
+        }
+        if !page_tokens.is_multiple_of(CHUNK) {
+            return refuse(format!("{page_tokens} tokens a page; must be a multiple of {CHUNK}"));
+        }
+        let factors = [layers, kv_heads, head_dim, self.dtype.bytes(), page_tokens];
+        match factors.iter().try_fold(2usize, |product, &n| product.checked_mul(n)) {
+            Some(bytes) if isize::try_from(bytes).is_ok() => Ok(()),
+            _ => refuse("a page has more bytes than can be addressed".to_owned()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn geometry(layout: KvLayout, dtype: KvDtype) -> KvGeometry {
+        KvGeometry { layers: 3, kv_heads: 2, head_dim: 5, dtype, layout, page_tokens: 64 }
+    }
+
+    /// Entries tile the page: none overlaps another, none lies outside, no byte is left over.
+    #[test]
+    fn entries_tile_the_page_in_both_layouts() {
+        for layout in [KvLayout::HeadMajor, KvLayout::SeqMajor] {
+            for dtype in [KvDtype::F16, KvDtype::F32] {
+                let g = geometry(layout, dtype);
+                let entry = g.head_dim * g.dtype.bytes();
+                let mut offsets = Vec::new();
+                for layer in 0..g.layers {
+                    for half in [KvHalf::Key, KvHalf::Value] {
+                        for head in 0..g.kv_heads {
+                            let first = g.offset(layer, half, head, 0);
+                            for token in 0..g.page_tokens {
+                                let offset = g.offset(layer, half, head, token);
+                                assert_eq!(offset, first + token * g.token_stride());
+                                offsets.push(offset);
+                            }
+                        }
+                    }
+                }
+                offsets.sort_unstable();
+                let tiles: Vec<_> = (0..g.page_bytes()).step_by(entry).collect();
+                assert_eq!(offsets, tiles, "{layout:?} {dtype:?}");
+                assert_eq!(g.page_bytes(), g.page_tokens * g.token_bytes());
+            }
+        }
+    }
+
+    #[test]
+    fn the_layouts_order_entries_as_named() {
+        let (head, seq) = (geometry(KvLayout::HeadMajor, KvDtype::F16), geometry(KvLayout::SeqMajor, KvDtype::F16));
+        let entry = 5 * 2;
+        assert_eq!(head.offset(0, KvHalf::Key, 0, 1), entry);
+        assert_eq!(head.offset(0, KvHalf::Key, 1, 0), 64 * entry);
+        assert_eq!(seq.offset(0, KvHalf::Key, 1, 0), entry);
+        assert_eq!(seq.offset(0, KvHalf::Key, 0, 1), 2 * entry);
+        for g in [head, seq] {
+            assert_eq!(g.offset(0, KvHalf::Value, 0, 0), 2 * 64 * entry);
+            assert_eq!(g.offset(1, KvHalf::Key, 0, 0), 2 * 2 * 64 * entry);
+        }
+    }
+
+    #[test]
+    fn pages_are_counted_up() {
+        let g = geometry(KvLayout::HeadMajor, KvDtype::F16);
+        assert_eq!([0, 1, 63, 64, 65, 128, 129].map(|t| g.pages_for(t)), [0, 1, 1, 1, 2, 2, 3]);
+    }
+
+    #[test]
+    fn impossible_pages_are_refused() {
+        let good = geometry(KvLayout::HeadMajor, KvDtype::F16);
+        assert_eq!(good.validate(), Ok(()));
+        for bad in [
+            KvGeometry { layers: 0, ..good },
+            KvGeometry { kv_heads: 0, ..good },
+            KvGeometry { head_dim: 0, ..good },
+            KvGeometry { page_tokens: 0, ..good },
+            KvGeometry { page_tokens: CHUNK + 1, ..good },
+            KvGeometry { layers: usize::MAX, ..good },
+            KvGeometry { layers: 1 << 30, kv_heads: 1 << 30, ..good },
+        ] {
+            assert!(matches!(bad.validate(), Err(KvError::Geometry { .. })), "{bad:?}");
+        }
     }
 }
