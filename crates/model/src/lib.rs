@@ -4,6 +4,7 @@
 
 pub mod error;
 pub mod file;
+pub mod gguf;
 pub mod spec;
 pub mod tokenizer;
 

@@ -1,0 +1,12 @@
+//! Tests of the GGUF loader: made files, damaged files, real files, and values against an independent reader.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // A test may fail.
+
+mod dequantise;
+mod hostile;
+mod model;
+mod reader;
+mod real;
+mod split;
+mod truncate;
+mod writer;
