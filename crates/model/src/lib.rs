@@ -5,6 +5,7 @@
 pub mod error;
 pub mod file;
 pub mod gguf;
+pub mod onnx;
 pub mod spec;
 pub mod tokenizer;
 
