@@ -62,7 +62,9 @@ fn sequences(c: &mut Criterion) {
             }
             let needed = kv.pages_needed(&rows).unwrap();
             assert!(kv.growth_for(needed).unwrap().is_none());
-            ids.iter().for_each(|&id| drop(black_box(kv.append(id, 1).unwrap())));
+            for &id in &ids {
+                black_box(kv.append(id, 1).unwrap());
+            }
         });
     });
 
