@@ -78,7 +78,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, object]:
 
 
 def dequantise(packed: Array, scales: Array, zero: Array | None, n: int, k: int, bits: int, block: int) -> Array:
-    """MatMulNBits weights as float64 (n, k): (code - zero point) * scale. Low nibble first; default zero point is half."""
+    """MatMulNBits weights as float64 (n, k): (code - zero point) * scale. Low nibble first; zero defaults to half."""
     if bits not in (4, 8):
         raise ValueError(f"the reference does not expand {bits}-bit weights")
     n_blocks = -(-k // block)
