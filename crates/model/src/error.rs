@@ -39,6 +39,22 @@ pub enum ModelError {
         /// What is not supported, and what to do instead where that is known.
         what: String,
     },
+    /// A chat template failed: it does not parse, refuses the messages it got, or goes beyond its limits.
+    #[error("{path}: chat template `{template}`{at}: {what}", path = path.display(), at = at_line(.line))]
+    Template {
+        /// File that the template came from.
+        path: PathBuf,
+        /// Name of the template.
+        template: String,
+        /// Line of the template, counted from 1, where it is known.
+        line: Option<usize>,
+        /// What went wrong.
+        what: String,
+    },
+}
+
+fn at_line(line: &Option<usize>) -> String {
+    line.map(|line| format!(", line {line}")).unwrap_or_default()
 }
 
 fn place(item: &Option<String>, offset: &Option<u64>) -> String {

@@ -2,6 +2,7 @@
 //!
 //! Weights stay where they are, in read-only mappings; a tensor is a format, a shape and the extents it references.
 
+pub mod chat;
 pub mod error;
 pub mod file;
 pub mod gguf;
@@ -9,5 +10,7 @@ pub mod onnx;
 pub mod spec;
 pub mod tokenizer;
 
+pub use chat::ChatMessage;
 pub use error::{ModelError, Result};
 pub use spec::ModelSpec;
+pub use tokenizer::Tokenizer;

@@ -17,7 +17,7 @@ pub mod token_type {
 }
 
 /// Metadata `tokenizer.ggml.*` and `tokenizer.chat_template` of a GGUF file, unchecked.
-/// The tokenizer that is made from it checks it.
+/// [`Tokenizer::from_gguf`](super::Tokenizer::from_gguf) checks it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GgufVocab {
     /// `tokenizer.ggml.model`: `gpt2` (byte-level BPE) or `llama` (sentencepiece BPE).

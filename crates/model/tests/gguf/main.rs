@@ -7,7 +7,6 @@ mod hostile;
 mod model;
 mod reader;
 mod real;
-mod seeds;
 mod split;
 mod truncate;
 mod writer;

@@ -1,1 +1,0 @@
-"""Float64 evaluation of decoder models, sharing no code with Headrace: the yardstick of the golden files."""
