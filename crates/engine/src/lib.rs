@@ -1,1 +1,27 @@
 //! Plan, schedule, session, generation, stats. Knows providers only by their trait.
+//!
+//! Data's way: files become a [`headrace_model::ModelSpec`]; [`program`] turns that into a step program in read order; a
+//! provider records it; [`Engine`] replays it once a step and keeps the books.
+
+#![forbid(unsafe_code)]
+
+pub mod engine;
+pub mod error;
+pub mod inventory;
+mod kv_state;
+pub mod options;
+pub mod program;
+pub mod run;
+pub mod sampling;
+pub mod stats;
+
+pub use engine::{Engine, Hook, Logits, Progress};
+pub use error::{EngineError, Result};
+pub use inventory::Inventory;
+pub use options::{DeviceChoice, EngineOptions, GenerationOptions};
+pub use run::{FinishReason, Generation, Run};
+
+/// The kernel family that the CPU provider picks on this machine.
+pub fn cpu_kernels() -> String {
+    headrace_ep_cpu::kernel_name()
+}

@@ -46,6 +46,11 @@ pub(crate) const fn code_at(lane: usize, i: usize) -> usize {
     (p / 4) * 32 + lane * 4 + p % 4
 }
 
+/// Element at position `p` (0 to 31) of a reordered block: the inverse of the order in [`code_at`].
+pub(crate) const fn element_at(p: usize) -> usize {
+    16 * (p / 16) + 2 * (p % 8) + p % 16 / 8
+}
+
 /// Quantised activation rows, `[rows, cols]`. The buffers are kept from step to step and only ever grow.
 #[derive(Default)]
 pub struct Activations {

@@ -95,7 +95,7 @@ pub fn weight_block(w: &WeightView<'_>, row: usize, b: usize) -> WeightBlock {
             let qs = &sup[if five { 48 } else { 16 }..];
             for i in 0..32 {
                 let byte = qs[j / 2 * 32 + i];
-                let low = if j % 2 == 0 { byte & 15 } else { byte >> 4 };
+                let low = if j.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
                 let high = if five { (sup[16 + i] >> j) & 1 } else { 0 };
                 codes[i] = i16::from(low) + 16 * i16::from(high);
             }

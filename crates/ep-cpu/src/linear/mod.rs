@@ -2,6 +2,8 @@
 //!
 //! Weights are read from where they lie (the file's mapping, an arena) in the file's own layout.
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod scalar;
 mod sink;
 
@@ -32,7 +34,12 @@ pub fn linear(
     assert_eq!(w.cols, acts.cols(), "columns of the weights and of the activations");
     assert!(rows.end <= acts.rows() && rows.end <= out.rows(), "rows {rows:?}");
     check(level, w, &epilogue, out);
-    scalar::linear(w, acts, rows, epilogue, out);
+    match level {
+        // SAFETY: `check` has seen that this processor has the level.
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx512Vnni => unsafe { avx512::linear(w, acts, rows, epilogue, out) },
+        _ => scalar::linear(w, acts, rows, epilogue, out),
+    }
 }
 
 /// A float matrix `[rows, cols]` with a row stride, as dense layers read it.
@@ -77,7 +84,12 @@ pub fn dense(
     assert_eq!(w.cols, x.cols, "columns of the weights and of the activations");
     assert!(rows.end <= x.rows && rows.end <= out.rows(), "rows {rows:?}");
     check(level, w, &epilogue, out);
-    scalar::dense(w, x, rows, epilogue, out);
+    match level {
+        // SAFETY: `check` has seen that this processor has the level.
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx512Vnni => unsafe { avx512::dense(w, x, rows, epilogue, out) },
+        _ => scalar::dense(w, x, rows, epilogue, out),
+    }
 }
 
 /// The checks that both kinds of layer share.

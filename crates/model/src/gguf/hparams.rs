@@ -268,7 +268,13 @@ fn window(k: &Keys<'_>, arch: Arch, max_context: usize) -> Result<Option<usize>>
     match k.file.uint(&key)? {
         None | Some(0) => Ok(None),
         Some(w) if w >= max_context as u64 => Ok(None),
-        Some(w) if arch == Arch::Llama => Ok(Some(w as usize)),
+        Some(w) if arch == Arch::Llama => {
+            let pattern = k.name("attention.sliding_window_pattern");
+            match k.file.value(&pattern) {
+                None => Ok(Some(w as usize)),
+                Some(_) => Err(k.file.key_unsupported(&pattern, "a window in some layers only is not supported")),
+            }
+        }
         Some(w) => {
             let what = format!("a window of {w} positions: which layers of {} have it is not in the file", arch.name());
             Err(k.file.key_unsupported(&key, what))

@@ -38,16 +38,15 @@ pub(super) fn read(file: &GgufFile) -> Result<GgufVocab> {
     for suffix in ["eot_token_id", "eom_token_id"] {
         vocab.extra_eos.extend(id(suffix)?);
     }
-    for (suffix, id) in [
-        ("bos_token_id", vocab.bos),
-        ("eos_token_id", vocab.eos),
-        ("unknown_token_id", vocab.unk),
-        ("padding_token_id", vocab.pad),
-    ] {
-        check_range(file, suffix, id, range)?;
-    }
-    for suffix in ["eot_token_id", "eom_token_id"] {
+    for suffix in ["bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"] {
         check_range(file, suffix, id(suffix)?, range)?;
+    }
+    for (suffix, id) in [("unknown_token_id", &mut vocab.unk), ("padding_token_id", &mut vocab.pad)] {
+        // Generation has no use for these, and files with wrong ones exist.
+        if let Err(error) = check_range(file, suffix, *id, range) {
+            log::warn!("{error}; left out");
+            *id = None;
+        }
     }
     Ok(vocab)
 }

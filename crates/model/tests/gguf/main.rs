@@ -7,6 +7,7 @@ mod hostile;
 mod model;
 mod reader;
 mod real;
+mod seeds;
 mod split;
 mod truncate;
 mod writer;

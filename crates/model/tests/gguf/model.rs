@@ -156,6 +156,7 @@ fn sliding_windows() {
     assert_eq!(window(g.set("llama.attention.sliding_window", Val::U32(0))), None);
     g.set("llama.attention.sliding_window", Val::U32(16)).set("llama.attention.sliding_window_pattern", Val::U32(4));
     g.refused_unsupported(&["sliding_window_pattern"]);
+    g.set("llama.attention.sliding_window", Val::U32(0)).load().unwrap();
     let mut g = Gguf::tiny("qwen2");
     g.set("qwen2.attention.sliding_window", Val::U32(16)).refused_unsupported(&["qwen2.attention.sliding_window"]);
 }
@@ -310,6 +311,10 @@ fn vocabularies() {
     g.set("tokenizer.ggml.add_bos_token", Val::Bool(false));
     assert!(!g.load().unwrap().spec.special.add_bos);
     g.set("tokenizer.ggml.eot_token_id", Val::U32(10)).refused_format(&["eot_token_id", "10 tokens"]);
+    let mut g = Gguf::tiny("llama");
+    g.set("tokenizer.ggml.padding_token_id", Val::U32(10)).set("tokenizer.ggml.unknown_token_id", Val::U32(9));
+    let m = g.load().unwrap();
+    assert_eq!((m.vocab.pad, m.spec.special.pad, m.vocab.unk), (None, None, Some(9)));
     let mut g = Gguf::tiny("llama");
     g.set("tokenizer.ggml.pre", Val::Str("llama-bpe"));
     assert!(g.load().unwrap().spec.special.add_bos);

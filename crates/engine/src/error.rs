@@ -1,0 +1,72 @@
+//! Everything that can go wrong between a model file and a token, for people and for the Python exceptions.
+
+use headrace_kv::KvError;
+use headrace_model::ModelError;
+use headrace_provider::DeviceError;
+
+/// Result of the engine.
+pub type Result<T> = std::result::Result<T, EngineError>;
+
+/// What went wrong, and what to do about it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// The model's files.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A request doesn't fit the context length.
+    #[error(
+        "{tokens} tokens of prompt and {new} new ones exceed max_context = {max_context}; \
+         shorten the prompt, ask for fewer tokens, or load with a larger max_context (the model declares {declared})"
+    )]
+    ContextLength {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// New tokens asked for.
+        new: usize,
+        /// The engine's limit.
+        max_context: usize,
+        /// The model's own limit.
+        declared: usize,
+    },
+    /// A logit is not a finite number.
+    #[error(
+        "logit {index} of the row at position {position} is not finite: the weights or an activation overflowed; \
+         no token was chosen"
+    )]
+    NonFinite {
+        /// Position of the row in its sequence.
+        position: usize,
+        /// Vocabulary index of the first non-finite logit.
+        index: usize,
+    },
+    /// An argument is out of range.
+    #[error("{name} = {value}: {what}")]
+    Argument {
+        /// Name of the argument.
+        name: &'static str,
+        /// What was given.
+        value: String,
+        /// What is allowed.
+        what: String,
+    },
+    /// Text was given or asked for, and the model's files have no tokenizer.
+    #[error("the model's files have no tokenizer.json: give and take token ids instead of text")]
+    NoTokenizer,
+    /// The KV pages: a bug if a caller ever sees it.
+    #[error(transparent)]
+    Kv(#[from] KvError),
+    /// The caller asked to stop.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+impl EngineError {
+    /// An argument that is out of range.
+    pub fn argument(name: &'static str, value: impl ToString, what: impl Into<String>) -> EngineError {
+        EngineError::Argument { name, value: value.to_string(), what: what.into() }
+    }
+}

@@ -1,0 +1,136 @@
+//! What a caller may choose: loading options and generation options, with their defaults and checks.
+
+use headrace_kv::KvLayout;
+use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::elementwise::KvDtype;
+
+use crate::error::{EngineError, Result};
+
+/// Bytes that the logits of one step may take beyond one row a sequence. A prompt's rows need one row of logits; more
+/// are only for [`crate::Engine::logits`].
+const LOGITS_BYTES: usize = 64 << 20;
+
+/// Which device computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The best device that is there. Without a GPU provider in this build that is the CPU.
+    #[default]
+    Auto,
+    /// The host's cores, weights read from the file's mapping.
+    Cpu,
+}
+
+/// Options of [`crate::Engine::load`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct EngineOptions {
+    /// Device.
+    pub device: DeviceChoice,
+    /// Most positions of a sequence; `None` for the model's own limit.
+    pub max_context: Option<usize>,
+    /// Most sequences that are in work at once.
+    pub max_batch: usize,
+    /// Token rows of a prefill step; larger is faster and takes more workspace. Bits don't depend on it.
+    pub prefill_chunk: usize,
+    /// Width of quantised activations.
+    pub activations: ActivationWidth,
+    /// Storage type of keys and values.
+    pub kv_dtype: KvDtype,
+    /// Order of entries in a KV page. Tokens don't depend on it.
+    pub kv_layout: KvLayout,
+    /// Threads that compute on the host; `None` for all cores this process may use.
+    pub threads: Option<usize>,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        EngineOptions {
+            device: DeviceChoice::Auto,
+            max_context: None,
+            max_batch: 8,
+            prefill_chunk: 256,
+            activations: ActivationWidth::default(),
+            kv_dtype: KvDtype::default(),
+            kv_layout: KvLayout::default(),
+            threads: None,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Most token rows of a step.
+    pub fn max_rows(&self) -> usize {
+        self.prefill_chunk.max(self.max_batch)
+    }
+
+    /// Most rows of a step whose logits are kept: what fits [`LOGITS_BYTES`], and at least one a sequence.
+    pub fn max_wanted(&self, vocab: usize) -> usize {
+        (LOGITS_BYTES / (4 * vocab.max(1))).clamp(self.max_batch, self.max_rows())
+    }
+
+    /// Checks every option that doesn't need the model.
+    pub fn check(&self) -> Result<()> {
+        let positive = |name, value: usize| match value {
+            0 => Err(EngineError::argument(name, value, "must be at least 1")),
+            _ => Ok(()),
+        };
+        positive("max_batch", self.max_batch)?;
+        positive("prefill_chunk", self.prefill_chunk)?;
+        positive("max_context", self.max_context.unwrap_or(1))?;
+        positive("threads", self.threads.unwrap_or(1))?;
+        let most = |name, value: usize, most: usize| match value > most {
+            true => Err(EngineError::argument(name, value, format!("must be at most {most}"))),
+            false => Ok(()),
+        };
+        most("threads", self.threads.unwrap_or(1), 1024)?;
+        most("prefill_chunk", self.prefill_chunk, 65_536)?;
+        most("max_batch", self.max_batch, 65_536)
+    }
+}
+
+/// Options of one generation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerationOptions {
+    /// Most new tokens; `None` to go on until a stop token or the end of the context.
+    pub max_new_tokens: Option<usize>,
+    /// 0 for the greedy choice; else logits are divided by it before a token is drawn.
+    pub temperature: f32,
+    /// Draw from the `top_k` most likely tokens; 0 for all.
+    pub top_k: usize,
+    /// Draw from the smallest set of tokens whose probabilities add up to `top_p`; 1 for all.
+    pub top_p: f32,
+    /// Seed of the draws: the same seed gives the same tokens.
+    pub seed: u64,
+    /// Tokens that end the generation; they are not part of the result.
+    pub stop_tokens: Vec<u32>,
+}
+
+impl Default for GenerationOptions {
+    fn default() -> Self {
+        GenerationOptions {
+            max_new_tokens: None,
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            seed: 0,
+            stop_tokens: Vec::new(),
+        }
+    }
+}
+
+impl GenerationOptions {
+    /// Greedy, without stop tokens.
+    pub fn greedy(max_new_tokens: usize) -> GenerationOptions {
+        GenerationOptions { max_new_tokens: Some(max_new_tokens), ..GenerationOptions::default() }
+    }
+
+    /// Checks every option.
+    pub fn check(&self) -> Result<()> {
+        if !self.temperature.is_finite() || self.temperature < 0.0 {
+            return Err(EngineError::argument("temperature", self.temperature, "must be 0 (greedy) or positive"));
+        }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return Err(EngineError::argument("top_p", self.top_p, "must be above 0 and at most 1"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,43 @@
+//! Seeds for the fuzz target: small sound models, the hostile files, and the headers of real files.
+
+use std::path::{Path, PathBuf};
+
+use crate::writer::{Gguf, HIDDEN, VOCAB, Val};
+
+#[test]
+#[ignore = "writes files; for the fuzz target"]
+fn write_fuzz_seeds() {
+    let dir =
+        PathBuf::from(std::env::var_os("HEADRACE_FUZZ_SEEDS").expect("HEADRACE_FUZZ_SEEDS is not set")).join("gguf");
+    std::fs::create_dir_all(&dir).unwrap();
+    let write = |name: &str, bytes: &[u8]| std::fs::write(dir.join(name), bytes).unwrap();
+    for arch in ["llama", "qwen2", "qwen3"] {
+        write(arch, &Gguf::tiny(arch).build());
+    }
+    let mut full = Gguf::tiny("llama");
+    full.f16("output.weight", &[HIDDEN, VOCAB]).f32("output.bias", VOCAB).f32("rope_freqs.weight", 2);
+    full.f32("blk.0.attn_q.bias", 8).set("llama.attention.head_count_kv", Val::I32s(vec![1]));
+    full.set("llama.rope.scaling.type", Val::Str("linear")).set("llama.rope.scaling.factor", Val::F32(2.0));
+    full.set("tokenizer.ggml.token_type", Val::I32s(vec![1; 10])).set("general.alignment", Val::U32(32));
+    full.set("tokenizer.ggml.scores", Val::F32s(vec![0.5; 10]));
+    full.set("tokenizer.ggml.merges", Val::Strs(vec!["t 1".into()]));
+    full.load().unwrap();
+    write("full", &full.build());
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    std::fs::copy(tests.join("data/gguf_values.gguf"), dir.join("values")).unwrap();
+    for entry in std::fs::read_dir(tests.join("hostile/gguf")).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), dir.join(entry.file_name())).unwrap();
+    }
+    let Some(shared) = std::env::var_os("HEADRACE_SHARED").map(PathBuf::from) else {
+        println!("skipped: HEADRACE_SHARED is not set, so no headers of real files");
+        return;
+    };
+    for entry in std::fs::read_dir(shared.join("models/tiny")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "gguf") {
+            let bytes = std::fs::read(&path).unwrap();
+            write(&format!("cut-{}", path.file_name().unwrap().to_string_lossy()), &bytes[..16_000]);
+        }
+    }
+}

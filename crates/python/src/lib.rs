@@ -1,0 +1,39 @@
+//! The PyO3 module `headrace._core`: thin. The typed facade that users import is `python/headrace`.
+
+mod arguments;
+mod engine;
+mod errors;
+mod guard;
+mod stream;
+
+use pyo3::prelude::*;
+
+/// The compiled part of Headrace. Private: use the package `headrace`.
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::engine::Engine;
+    #[pymodule_export]
+    use super::engine::inventory;
+    #[pymodule_export]
+    use super::errors::{
+        BudgetError, ContextLengthError, DeviceError, HeadraceError, ModelFormatError, NonFiniteError,
+        UnsupportedModelError,
+    };
+    #[pymodule_export]
+    use super::stream::TokenStream;
+
+    use super::*;
+
+    /// Facts about this build, for bug reports.
+    #[pyfunction]
+    fn build_info() -> std::collections::BTreeMap<&'static str, String> {
+        std::collections::BTreeMap::from([
+            ("version", env!("CARGO_PKG_VERSION").to_string()),
+            ("contract_version", headrace_numerics::CONTRACT_VERSION.to_string()),
+            ("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS)),
+            ("profile", if cfg!(debug_assertions) { "debug" } else { "release" }.to_string()),
+            ("cpu_kernels", headrace_engine::cpu_kernels()),
+        ])
+    }
+}

@@ -1,0 +1,53 @@
+"""Decoder LLMs under one hard memory limit, with the same tokens as if everything fitted.
+
+    import headrace
+
+    engine = headrace.Engine.load("model-dir-or.gguf")
+    print(engine.generate("The capital of France is", max_new_tokens=16).text)
+"""
+
+from headrace._catalog import fetch
+from headrace._core import (
+    BudgetError,
+    ContextLengthError,
+    DeviceError,
+    HeadraceError,
+    ModelFormatError,
+    NonFiniteError,
+    UnsupportedModelError,
+    build_info,
+)
+from headrace._engine import Engine
+from headrace._plan import ModelSummary, Plan, TensorEntry, plan
+from headrace._results import BatchResult, Generation, GenerationStats, Stream
+from headrace._stats import DeviceStats, KvStats, Stats, TimeStats, TokenStats, WeightStats
+
+__all__ = [
+    "BatchResult",
+    "BudgetError",
+    "ContextLengthError",
+    "DeviceError",
+    "DeviceStats",
+    "Engine",
+    "Generation",
+    "GenerationStats",
+    "HeadraceError",
+    "KvStats",
+    "ModelFormatError",
+    "ModelSummary",
+    "NonFiniteError",
+    "Plan",
+    "Stats",
+    "Stream",
+    "TensorEntry",
+    "TimeStats",
+    "TokenStats",
+    "UnsupportedModelError",
+    "WeightStats",
+    "__version__",
+    "build_info",
+    "fetch",
+    "plan",
+]
+
+__version__ = build_info()["version"]

@@ -1,0 +1,263 @@
+"""The engine: a loaded model on a device."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace import _core
+from headrace._catalog import resolve
+from headrace._plan import ModelSummary, Plan
+from headrace._progress import GenerationProgress
+from headrace._results import BatchResult, Generation, GenerationStats, Stream
+from headrace._stats import Stats
+
+Device = Literal["auto", "cpu"]
+Activations = Literal["int16", "int8"]
+KvDtype = Literal["float16", "float32"]
+KvLayout = Literal["head-major", "seq-major"]
+
+
+class Engine:
+    """A loaded model on a device. Made by `Engine.load`.
+
+    The tokens depend on the model, the prompt and the options of the arithmetic (`activations`, `kv_dtype`), and on
+    nothing else: not on the device, the number of threads, the batch, the chunks of a prompt, or what ran before.
+
+    An engine may be used from several threads; its calls take turns, and release the GIL. Ctrl-C ends a call between
+    two steps, and the engine stays usable.
+    """
+
+    def __init__(self, inner: _core.Engine) -> None:
+        """Not for use: see `Engine.load`."""
+        self._inner = inner
+
+    @classmethod
+    def load(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        device: Device = "auto",
+        max_context: int | None = None,
+        max_batch: int = 8,
+        prefill_chunk: int = 256,
+        activations: Activations = "int16",
+        kv_dtype: KvDtype = "float16",
+        kv_layout: KvLayout = "head-major",
+        threads: int | None = None,
+    ) -> Engine:
+        """Loads a model.
+
+        Args:
+            model: A GGUF file, a directory of the ONNX Runtime GenAI builder (or its `.onnx` file), or a name that
+                `headrace.fetch` knows, such as `"smollm2-135m"`.
+            device: `"auto"` picks the best device that is there; `"cpu"` computes on the host's cores.
+            max_context: Most positions of a sequence, prompt and new tokens together. Default: what the model declares.
+            max_batch: Most sequences in work at once.
+            prefill_chunk: Token rows of a prompt that go through one step. Changes speed and workspace, never a token.
+            activations: `"int16"` gives the model's own tokens; `"int8"` is faster and coarser.
+            kv_dtype: Storage of keys and values. `"float32"` is for audits.
+            kv_layout: Order of keys and values in a page. Never changes a token.
+            threads: Threads that compute on the host. Default: the cores that this process may use.
+
+        Raises:
+            ModelFormatError: A file is damaged.
+            UnsupportedModelError: A file is sound, but asks for something that Headrace doesn't do.
+            DeviceError: The device refused memory or failed.
+            ValueError: An argument is out of range.
+            OSError: A file can't be read.
+        """
+        return cls(
+            _core.Engine.load(
+                resolve(model),
+                device=device,
+                max_context=max_context,
+                max_batch=max_batch,
+                prefill_chunk=prefill_chunk,
+                activations=activations,
+                kv_dtype=kv_dtype,
+                kv_layout=kv_layout,
+                threads=threads,
+            )
+        )
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of `text`. `add_special` puts the tokens in front that the model wants there."""
+        return self._inner.encode(text, add_special=add_special)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of `token_ids`."""
+        return self._inner.decode(list(token_ids), skip_special=skip_special)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text that the model's chat template makes of messages such as `{"role": "user", "content": "Hi"}`.
+
+        Raises `HeadraceError` if the model has no chat template or the template refuses the messages.
+        """
+        pairs = [(m["role"], m["content"]) for m in messages]
+        return self._inner.apply_chat_template(pairs, add_generation_prompt=add_generation_prompt)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+        progress: bool | None = None,
+    ) -> Generation:
+        """Continues a prompt.
+
+        Args:
+            prompt: Text, or token ids.
+            max_new_tokens: Most new tokens. Default: until a stop token, or the end of the context.
+            temperature: 0 is the greedy choice: the largest logit, of equal ones the lower id. Above 0 a token is drawn.
+            top_k: Draw from the `top_k` most likely tokens; 0 for all.
+            top_p: Draw from the smallest set of tokens whose probabilities add up to `top_p`; 1 for all.
+            seed: Seed of the draws.
+            stop_tokens: Tokens that end the generation and are not part of it. Default: the model's own; `()` for none.
+            progress: Show progress on standard error. Default: if that is a terminal and the call takes long.
+
+        Raises:
+            ContextLengthError: Prompt and `max_new_tokens` don't fit `max_context`.
+            NonFiniteError: A logit is not finite.
+            ValueError: An argument is out of range.
+        """
+        with GenerationProgress(progress, max_new_tokens) as bars:
+            result = self._inner.generate(
+                self._prompt_ids(prompt),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop_tokens=self._stop_tokens(stop_tokens),
+                progress=bars.callback,
+            )
+        ids, reason, *rest = result
+        text = self.decode(ids) if self._inner.has_tokenizer else ""
+        return Generation(text=text, token_ids=tuple(ids), finish_reason=reason, stats=_generation_stats(result))
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+    ) -> Stream:
+        """Continues a prompt, giving the text piece by piece. Arguments and errors as for `generate`.
+
+        A piece always holds whole characters; all pieces together are `generate(...).text`.
+        """
+        return Stream(
+            self._inner.stream(
+                self._prompt_ids(prompt),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop_tokens=self._stop_tokens(stop_tokens),
+            )
+        )
+
+    def decode_greedy_batch(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int] | None = None,
+        progress: bool | None = None,
+    ) -> BatchResult:
+        """Continues several prompts greedily, up to `max_batch` of them in one step.
+
+        Row `i` of the result is what prompt `i` gives alone, bit for bit. Arguments and errors as for `generate`.
+        """
+        with GenerationProgress(progress, max_new_tokens * len(prompts)) as bars:
+            rows = self._inner.decode_greedy_batch(
+                [self._prompt_ids(p) for p in prompts],
+                max_new_tokens=max_new_tokens,
+                stop_tokens=self._stop_tokens(stop_tokens),
+                progress=bars.callback,
+            )
+        lengths = np.array([len(row[0]) for row in rows], dtype=np.int32)
+        token_ids = np.full((len(rows), int(lengths.max(initial=0))), -1, dtype=np.int32)
+        for i, row in enumerate(rows):
+            token_ids[i, : lengths[i]] = row[0]
+        return BatchResult(
+            token_ids=token_ids,
+            lengths=lengths,
+            finish_reasons=tuple(row[1] for row in rows),
+            stats=tuple(_generation_stats(row) for row in rows),
+        )
+
+    def logits(self, sequences: Sequence[Sequence[int]], *, last_only: bool = False) -> npt.NDArray[np.float32]:
+        """Logits of the token rows of `sequences`, one sequence after the other: `(rows, vocab)`, float32.
+
+        Row `j` of a sequence is what the model says after its first `j + 1` tokens. `last_only` gives one row a sequence.
+        """
+        return self._inner.logits([list(s) for s in sequences], last_only=last_only)
+
+    @property
+    def plan(self) -> Plan:
+        """What a step reads, and from where."""
+        return Plan(model=ModelSummary.from_dict(json.loads(self._inner.inventory())))
+
+    @property
+    def max_context(self) -> int:
+        """Most positions of a sequence."""
+        return self._inner.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return self._inner.vocab_size
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a generation by the model's own word."""
+        return self._inner.eos_token_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if the model's files hold a chat template."""
+        return self._inner.has_chat_template
+
+    def stats(self) -> Stats:
+        """Everything counted since `reset_stats`, and the gauges."""
+        return Stats.from_dict(json.loads(self._inner.stats()))
+
+    def reset_stats(self) -> None:
+        """Opens a new window: totals start at 0, gauges stay."""
+        self._inner.reset_stats()
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _stop_tokens(self, stop_tokens: Sequence[int] | None) -> list[int]:
+        return self.eos_token_ids if stop_tokens is None else list(stop_tokens)
+
+
+def _generation_stats(result: _core.GenerationTuple) -> GenerationStats:
+    ids, _, prompt_tokens, prefill, decode, decode_tokens = result
+    return GenerationStats(
+        prompt_tokens=prompt_tokens,
+        new_tokens=len(ids),
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        decode_tokens=decode_tokens,
+    )

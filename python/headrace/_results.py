@@ -1,0 +1,115 @@
+"""What generations return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace import _core
+from headrace._records import Record
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class GenerationStats(Record):
+    """Counts and times of one generation. Seconds are those of the whole steps that it took part in."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    """Steps that held rows of its prompt; the last of them gave the first token."""
+    decode_seconds: float
+    """Later steps."""
+    decode_tokens: int
+    """Tokens that the later steps gave: all but the first."""
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens of the later steps over their time; 0 if there were none."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens over the time of their steps; 0 if there were none."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Generation(Record):
+    """The result of `Engine.generate`."""
+
+    text: str
+    """What the new tokens say, special tokens left out."""
+    token_ids: tuple[int, ...]
+    """New tokens, without the stop token."""
+    finish_reason: FinishReason
+    """`stop`: a stop token was chosen; `length`: `max_new_tokens` were given; `context`: `max_context` is full."""
+    stats: GenerationStats
+
+
+@dataclass(frozen=True, eq=False)
+class BatchResult(Record):
+    """The result of `Engine.decode_greedy_batch`. Row `i` is what prompt `i` gives alone, bit for bit."""
+
+    token_ids: npt.NDArray[np.int32]
+    """`(prompts, longest)`: new tokens, filled up with -1."""
+    lengths: npt.NDArray[np.int32]
+    """`(prompts,)`: new tokens of each row."""
+    finish_reasons: tuple[FinishReason, ...]
+    """One for each row."""
+    stats: tuple[GenerationStats, ...] = field(repr=False)
+    """One for each row."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> list[int]:
+        """New tokens of a row as a list."""
+        return [int(t) for t in self.token_ids[row, : self.lengths[row]]]
+
+
+class Stream:
+    """An iterator over the text of one generation, as it is made. Made by `Engine.stream`.
+
+    Leaving it early, by `close()` or as a context manager, gives its memory back at once.
+    """
+
+    def __init__(self, inner: _core.TokenStream) -> None:
+        self._inner = inner
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while True:
+            text, _ = next(self._inner)
+            if text:
+                return text
+
+    def close(self) -> None:
+        """Ends the generation."""
+        self._inner.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New tokens so far, without the stop token."""
+        return self._inner.token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; `None` while it goes on."""
+        return self._inner.finish_reason

@@ -1,0 +1,110 @@
+"""What an engine counts. Totals cover the window that `Engine.reset_stats` opens; gauges, marked so, survive it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace._records import Record
+
+
+@dataclass(frozen=True)
+class DeviceStats(Record):
+    """What computes. Gauges."""
+
+    name: str
+    """`cpu`, `host-device`, `cuda:0`."""
+    description: str
+    """The processor's or the card's name."""
+    kernels: str
+    """Kernel family in use, such as `avx512-vnni`."""
+    threads: int
+    """Threads that compute."""
+    asked_for: str
+    """What was asked for, if that was something else than what is used; else empty."""
+
+
+@dataclass(frozen=True)
+class TokenStats(Record):
+    """Tokens and steps. Totals."""
+
+    prompt: int
+    """Prompt tokens that went through a step."""
+    emitted: int
+    """Tokens chosen and given to a caller."""
+    steps: int
+    """Passes over the weights."""
+    rows: int
+    """Token rows of all steps."""
+    generations: int
+    """Generations that ended."""
+
+
+@dataclass(frozen=True)
+class WeightStats(Record):
+    """Where the weights of the steps were read from. Totals in bytes, but for the gauges."""
+
+    referenced_bytes: int
+    """Bytes that the model's tensors reference, each extent once. Gauge."""
+    repacked_bytes: int
+    """Bytes of tensors that had to be laid out anew at load. Gauge."""
+    resident_bytes_read: int
+    """Read from device memory, where they stay."""
+    streamed_bytes: int
+    """Copied from the host to the device for one step."""
+    host_mapped_bytes: int
+    """Read in place over the link by the device's kernels."""
+    host_computed_bytes: int
+    """Read and multiplied by the host's cores."""
+    byte_hit_rate: float | None
+    """Resident bytes over all bytes that the device read; `None` if it read none."""
+
+
+@dataclass(frozen=True)
+class KvStats(Record):
+    """Keys and values. Gauges, but for the totals."""
+
+    sequences: int
+    """Live sequences."""
+    tokens: int
+    """Their positions."""
+    pages: int
+    """Pages in use."""
+    bucket_pages: int
+    """Pages that the current bucket holds."""
+    page_bytes: int
+    """Bytes of a page."""
+    token_bytes: int
+    """Bytes of one position."""
+    growth_events: int
+    """Times that the bucket grew. Total."""
+    growth_moved_bytes: int
+    """Bytes that growth moved. Total; 0 by construction."""
+
+
+@dataclass(frozen=True)
+class TimeStats(Record):
+    """Time. Totals in seconds, from the call that starts a step to its return, by the host's monotonic clock."""
+
+    load_seconds: float
+    """Reading and laying out the model. Gauge."""
+    prefill_seconds: float
+    """Steps that hold prompt rows."""
+    decode_seconds: float
+    """Steps that hold none."""
+    decode_steps: int
+    """Steps that hold no prompt rows: what `decode_seconds` is the time of."""
+    decode_tokens: int
+    """Tokens that these steps gave."""
+
+
+@dataclass(frozen=True)
+class Stats(Record):
+    """Everything an engine counts."""
+
+    contract_version: int
+    """Version of the arithmetic contract: bits may differ between versions, and between nothing else. Gauge."""
+    device: DeviceStats
+    tokens: TokenStats
+    weights: WeightStats
+    kv: KvStats
+    time: TimeStats

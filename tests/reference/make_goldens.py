@@ -1,0 +1,88 @@
+"""Writes the float64 golden files of the tiny models: `python -m tests.reference.make_goldens SHARED_MODELS OUT_DIR`.
+
+Same structure as the shared goldens: prompts.NAME.{text, prompt_ids, generated_ids, min_margin, steps}. Logits carry
+seven significant digits; RoPE tables are those of the file (ONNX) or computed in float64 (GGUF, which holds none).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from . import gguf_weights, onnx_weights
+from .model import Decoder, greedy
+
+TOKENS = 64
+TOP = 5
+GGUF = ["qwen2-F16.gguf", "qwen2-Q4_0.gguf", "qwen3-Q4_1.gguf", "qwen3-Q8_0.gguf"]
+ONNX = ["qwen2-int4-cpu", "qwen2-int4-cuda", "qwen2-kquant-nofuse-cpu", "qwen3-int4-cpu", "qwen3-int4-cuda"]
+
+
+def golden(model: Decoder, name: str, rope: str, digests: dict[str, str], prompts: dict[str, dict]) -> dict:
+    """The golden of one model for prompts that carry `text` and `prompt_ids`."""
+    result = {}
+    for key, prompt in prompts.items():
+        tokens, logits = greedy(model, prompt["prompt_ids"], TOKENS)
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :TOP]
+        steps = []
+        for row, top in zip(logits, order, strict=True):
+            peak = row.max()
+            steps.append(
+                {
+                    "top_ids": [int(i) for i in top],
+                    "top_logits": [float(f"{row[i]:.7g}") for i in top],
+                    "logsumexp": float(f"{peak + np.log(np.exp(row - peak).sum()):.7g}"),
+                }
+            )
+        ranked = np.take_along_axis(logits, order, axis=1)
+        result[key] = {
+            "text": prompt["text"],
+            "prompt_ids": prompt["prompt_ids"],
+            "generated_ids": tokens,
+            "min_margin": float(f"{(ranked[:, 0] - ranked[:, 1]).min():.7g}"),
+            "steps": steps,
+        }
+    return {
+        "model": name,
+        "sha256": digests,
+        "generator": f"tests/reference, float64, weights exactly dequantised; rope {rope}; eps {model.eps!r}",
+        "greedy": True,
+        "max_new_tokens": TOKENS,
+        "note": "generated_ids never stops at an end token; ties go to the lower id",
+        "prompts": result,
+    }
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main(shared: Path, out: Path) -> None:
+    """Write one file per tiny model."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in GGUF + ONNX:
+        path = shared / "tiny" / name
+        family = name.split("-")[0]
+        # Only texts and prompt ids are taken from the shared goldens.
+        prompts = json.loads((shared / "golden" / f"tiny-{family}-int4-cpu-acc1.json").read_text())["prompts"]
+        if name in GGUF:
+            model, rope, files = gguf_weights.load(str(path)), "computed in float64", [path]
+        else:
+            model, rope = onnx_weights.load(str(path)), "tables of the file"
+            files = [path / "model.onnx", path / "model.onnx.data"]
+        data = golden(model, name, rope, {f.name: sha256(f) for f in files}, prompts)
+        target = out / f"tiny-{name.removesuffix('.gguf')}{'-gguf' if name in GGUF else ''}-exact-fp64.json"
+        target.write_text(json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
+        margins = {k: p["min_margin"] for k, p in data["prompts"].items()}
+        print(target.name, target.stat().st_size, "bytes; smallest margins", margins, flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {__doc__}")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,90 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEADRACE = [sys.executable, "-m", "headrace"]
+
+
+def run(*arguments: str, code: int = 0, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*HEADRACE, *arguments], capture_output=True, text=True, input=text, timeout=300)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_run_prints_what_the_model_says(smollm2: Path) -> None:
+    done = run("run", str(smollm2), "The capital of France is", "--raw", "-n", "8", "--stats")
+    assert "Paris" in done.stdout
+    assert "tokens/s" in done.stderr and "ended by length" in done.stderr
+
+
+def test_run_by_name_with_the_chat_template(smollm2: Path) -> None:
+    done = run("run", "smollm2-135m", "-", "-n", "20", text="What is the capital of France?")
+    assert "Paris" in done.stdout
+
+
+def test_fetch_prints_the_cached_path(smollm2: Path) -> None:
+    path = Path(run("fetch", "smollm2-135m").stdout.strip())
+    assert path == smollm2
+    assert hashlib.sha256(path.read_bytes()).hexdigest().startswith("b179c952")
+
+
+def test_fetch_refuses_a_wrong_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import dataclasses
+
+    import headrace
+    from headrace import _catalog
+
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    entry = dataclasses.replace(_catalog.CATALOG["smollm2-135m"], sha256="0" * 64)
+    monkeypatch.setitem(_catalog.CATALOG, "smollm2-135m", entry)
+    with pytest.raises(headrace.HeadraceError, match="SHA-256"):
+        headrace.fetch("smollm2-135m")
+    assert list((tmp_path / "smollm2-135m").iterdir()) == []
+
+
+def test_plan(smollm2: Path) -> None:
+    table = run("plan", str(smollm2), "--tensors").stdout
+    assert "blk.29.ffn_down.weight" in table and "Q4_1" in table
+    plan = json.loads(run("plan", str(smollm2), "--json").stdout)
+    assert plan["model"]["layers"] == 30 and len(plan["model"]["tensors"]) == 272
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"nothing")
+    for arguments in (["run", str(bad), "x"], ["run", "no-such-model", "x"], ["plan", str(bad)]):
+        done = run(*arguments, code=1)
+        assert done.stderr.startswith("headrace: ") and done.stderr.count("\n") == 1
+
+
+def test_help_names_every_command() -> None:
+    text = run("--help").stdout
+    for command in ("run", "plan", "fetch", "info"):
+        assert command in text
+        assert "Usage" in run(command, "--help").stdout
+
+
+def test_ctrl_c_ends_a_run(smollm2: Path) -> None:
+    process = subprocess.Popen(
+        [*HEADRACE, "run", str(smollm2), "Tell me a long story.", "--raw"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in stderr and "Traceback" not in stderr
