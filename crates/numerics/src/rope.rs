@@ -39,3 +39,9 @@ pub fn rotate(head: &mut [f32], style: RopeStyle, cos: &[f32], sin: &[f32]) {
         head[ib] = b.mul_add(cos[i], a * sin[i]);
     }
 }
+
+/// The angular steps of all `dims / 2` pairs, with the factor of every position folded in:
+/// `inv_freq(i) * position_scale`, in binary64. [`table_row`] of these is the table of a model that scales positions.
+pub fn scaled_inv_freqs(base: f64, dims: usize, factors: Option<&[f32]>, position_scale: f64) -> Vec<f64> {
+    (0..dims / 2).map(|i| inv_freq(base, dims, factors, i) * position_scale).collect()
+}

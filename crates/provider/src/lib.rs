@@ -8,6 +8,7 @@
 pub mod device;
 pub mod program;
 pub mod step;
+mod workspace;
 
 pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind};
 pub use program::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
