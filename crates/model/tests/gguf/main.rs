@@ -5,6 +5,7 @@
 mod dequantise;
 mod hostile;
 mod model;
+mod mutate;
 mod reader;
 mod real;
 mod seeds;
