@@ -3,7 +3,7 @@
 //! Weights are read from where they lie (the file's mapping, an arena) in the file's own layout.
 
 #[cfg(target_arch = "x86_64")]
-mod avx512;
+pub(crate) mod avx512;
 mod scalar;
 mod sink;
 

@@ -153,8 +153,10 @@ unsafe fn kernel<F: Unpack, const WIDE: bool, const N: usize>(
                             }
                         }
                     }
-                    for acc in acc.iter_mut().flatten() {
-                        *acc = _mm512_slli_epi32(*acc, 8);
+                    for i in 0..QUAD {
+                        for a in 0..N {
+                            acc[i][a] = _mm512_slli_epi32(acc[i][a], 8);
+                        }
                     }
                 }
                 for v in range {

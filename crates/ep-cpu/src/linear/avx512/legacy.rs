@@ -230,7 +230,7 @@ static LANES_NEXT: [Table<[u32; 16]>; 2] = [lane_sources(NEXT, 0), lane_sources(
 
 /// Transposes eight blocks of bytes, two a register (neighbours, or `apart` by four), into a tile's codes.
 #[inline(always)]
-pub(super) unsafe fn transpose(pairs: [__m512i; 4], apart: bool) -> [__m512i; 4] {
+pub(crate) unsafe fn transpose(pairs: [__m512i; 4], apart: bool) -> [__m512i; 4] {
     let lanes = if apart { &LANES_APART } else { &LANES_NEXT };
     // SAFETY: the tables are 64 aligned bytes; the caller's processor has AVX-512 with VBMI.
     unsafe {

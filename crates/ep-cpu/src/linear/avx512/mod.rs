@@ -25,6 +25,8 @@ use crate::activations::Activations;
 use tile::Unpack;
 
 pub(super) use dense::dense;
+pub(crate) use legacy::transpose;
+pub(crate) use tile::{Table, table};
 
 /// The checked arguments of a quantised linear layer.
 struct Call<'a, 'o> {

@@ -8,7 +8,7 @@ use crate::activations::{CodeGroup, StepGroup};
 
 /// A constant table, aligned for whole-register loads.
 #[repr(C, align(64))]
-pub(super) struct Table<T>(pub(super) T);
+pub(crate) struct Table<T>(pub(crate) T);
 
 /// Eight blocks of a row. Unsigned codes in the byte order of the activations; one lane a block for the rest. A format
 /// leaves what it lacks at zero, and the compiler drops it.
@@ -91,7 +91,7 @@ pub(super) unsafe fn load<const TAIL: bool>(base: *const u8, at: usize, end: usi
 
 /// A table as a register.
 #[inline(always)]
-pub(super) unsafe fn table(t: &Table<[u8; 64]>) -> __m512i {
+pub(crate) unsafe fn table(t: &Table<[u8; 64]>) -> __m512i {
     // SAFETY: 64 aligned bytes; the caller's processor has AVX-512.
     unsafe { _mm512_load_si512(t.0.as_ptr().cast()) }
 }

@@ -6,6 +6,10 @@
 //! group. A vector register then holds the same dword of eight blocks, and an integer dot product leaves the dots of
 //! eight blocks in eight lanes. Integer sums are exact, so neither order changes a bit.
 
+#[cfg(target_arch = "x86_64")]
+#[allow(clippy::needless_range_loop)] // Indices name lanes across several arrays at once.
+mod avx512;
+
 use std::marker::PhantomData;
 
 use headrace_numerics::activation::{ActivationWidth, amax, split};
@@ -114,6 +118,21 @@ impl Activations {
         (&self.low[range.clone()], high, &self.steps[range])
     }
 
+    /// What row `row` holds, a block at a time and padded to whole groups: step size, codes in the order of the
+    /// elements, sum of the codes, sum of the first 16. For tests and tools; kernels read the packed form.
+    pub fn block_values(&self, row: usize) -> Vec<(f32, [i16; BLOCK], i32, i32)> {
+        let (low, high, steps) = self.row(row);
+        let block = |b: usize| {
+            let (g, lane) = (b / GROUP_BLOCKS, b % GROUP_BLOCKS);
+            let code = |i: usize| {
+                let byte = |plane: &CodeGroup| i16::from(plane.0[code_at(lane, i)]);
+                high.get(g).map_or(0, |high| 256 * byte(high)) + byte(&low[g])
+            };
+            (steps[g].d[lane], std::array::from_fn(code), steps[g].sum[lane], steps[g].first[lane])
+        };
+        (0..self.groups() * GROUP_BLOCKS).map(block).collect()
+    }
+
     /// Quantises `x` (`cols()` long) into row `row`.
     ///
     /// # Panics
@@ -177,8 +196,15 @@ impl ActivationWriter<'_> {
                 std::slice::from_raw_parts_mut(self.steps.add(row * groups), groups),
             )
         };
-        let _ = level;
-        quantise_scalar(x, self.width, low, high, steps);
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx512Vnni => {
+                assert!(level.is_available(), "this processor lacks {level}");
+                // SAFETY: the processor has the level; every buffer holds `groups` groups, `high` if it is needed.
+                unsafe { avx512::quantise(x, self.width, low, high, steps) }
+            }
+            _ => quantise_scalar(x, self.width, low, high, steps),
+        }
     }
 }
 
