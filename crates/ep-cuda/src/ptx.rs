@@ -1,0 +1,1 @@
+//! The device code that the build compiled, by compute capability.
