@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // a test fails by panicking
 #![cfg(loom)]
 
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -38,13 +39,15 @@ struct Weights {
     holder: Holder,
     lease: Mutex<Vec<Lease>>,
     stuck: bool,
+    /// Between an offer and its eviction or return.
+    offering: AtomicBool,
 }
 
 impl Weights {
     fn new(governor: &Governor, bytes: u64, stuck: bool) -> Arc<Self> {
         let holder = holder(governor, "weights");
         let lease = Mutex::new(vec![holder.reserve(bytes).unwrap().commit()]);
-        let weights = Arc::new(Self { holder, lease, stuck });
+        let weights = Arc::new(Self { holder, lease, stuck, offering: AtomicBool::new(false) });
         weights.holder.set_reclaim(&weights);
         weights
     }
@@ -56,6 +59,7 @@ impl Weights {
 
 impl Reclaim for Weights {
     fn offer(&self, ask: &Ask) -> Vec<Lease> {
+        assert!(!self.offering.swap(true, SeqCst), "one transaction at a time");
         let mut own = std::mem::take(&mut *self.lease.lock().unwrap());
         let mut left = ask.bytes;
         let mut offer = Vec::new();
@@ -69,10 +73,12 @@ impl Reclaim for Weights {
     }
 
     fn evict(&self, _: &[Lease]) -> Result<(), ReclaimError> {
+        self.offering.store(self.stuck, SeqCst);
         if self.stuck { Err(ReclaimError { what: "stuck".into() }) } else { Ok(()) }
     }
 
     fn restore(&self, leases: Vec<Lease>, _: bool) {
+        self.offering.store(false, SeqCst);
         self.lease.lock().unwrap().extend(leases);
     }
 }
