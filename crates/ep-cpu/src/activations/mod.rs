@@ -12,9 +12,12 @@ mod avx512;
 
 use std::marker::PhantomData;
 
-use headrace_numerics::activation::{ActivationWidth, amax, split};
+use headrace_numerics::activation::{ActivationWidth, amax};
 use headrace_numerics::format::BLOCK;
 
+#[cfg(target_arch = "x86_64")]
+use crate::linear::avx2;
+use crate::linear::panel::{self, Natural};
 use crate::simd::SimdLevel;
 
 /// Blocks of a group.
@@ -23,10 +26,10 @@ pub const GROUP_BLOCKS: usize = 8;
 /// Codes of a group.
 pub const GROUP_CODES: usize = GROUP_BLOCKS * BLOCK;
 
-/// One plane of signed bytes of a group.
+/// One plane of a group: signed bytes, kept as their two's complement.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(crate) struct CodeGroup(pub(crate) [i8; GROUP_CODES]);
+pub(crate) struct CodeGroup(pub(crate) [u8; GROUP_CODES]);
 
 /// Step sizes and code sums of a group, one lane a block. Lanes past the last block are zero.
 #[derive(Clone, Copy)]
@@ -125,7 +128,7 @@ impl Activations {
         let block = |b: usize| {
             let (g, lane) = (b / GROUP_BLOCKS, b % GROUP_BLOCKS);
             let code = |i: usize| {
-                let byte = |plane: &CodeGroup| i16::from(plane.0[code_at(lane, i)]);
+                let byte = |plane: &CodeGroup| i16::from(plane.0[code_at(lane, i)] as i8);
                 high.get(g).map_or(0, |high| 256 * byte(high)) + byte(&low[g])
             };
             (steps[g].d[lane], std::array::from_fn(code), steps[g].sum[lane], steps[g].first[lane])
@@ -203,12 +206,63 @@ impl ActivationWriter<'_> {
                 // SAFETY: the processor has the level; every buffer holds `groups` groups, `high` if it is needed.
                 unsafe { avx512::quantise(x, self.width, low, high, steps) }
             }
+            #[cfg(target_arch = "x86_64")]
+            SimdLevel::Avx2 => {
+                assert!(level.is_available(), "this processor lacks {level}");
+                // SAFETY: the processor has the level.
+                unsafe { quantise_avx2(x, self.width, low, high, steps) }
+            }
             _ => quantise_scalar(x, self.width, low, high, steps),
         }
     }
 }
 
-/// One row, in the terms of the contract.
+/// One row, in the terms of the contract; `interleave` brings the bytes of a group into the order of the activations.
+#[inline(always)]
+fn quantise_portable(
+    x: &[f32],
+    width: ActivationWidth,
+    low: &mut [CodeGroup],
+    high: &mut [CodeGroup],
+    steps: &mut [StepGroup],
+    interleave: impl Fn(&Natural, &mut CodeGroup),
+) {
+    for (g, chunk) in x.chunks(GROUP_CODES).enumerate() {
+        let step = &mut steps[g];
+        *step = ZERO_STEPS;
+        let mut bytes: [Natural; 2] = [[0; GROUP_CODES]; 2];
+        for (lane, block) in chunk.chunks(BLOCK).enumerate() {
+            let amax = amax(block);
+            let inv = width.max_code() / amax;
+            if !amax.is_finite() {
+                step.d[lane] = amax;
+                continue;
+            }
+            if !inv.is_finite() {
+                continue;
+            }
+            step.d[lane] = amax / width.max_code();
+            let mut codes = [0i16; BLOCK];
+            for (code, &v) in codes.iter_mut().zip(block) {
+                *code = (v * inv).round_ties_even() as i16;
+            }
+            for (i, &code) in codes.iter().enumerate() {
+                // `code` is `256 * hi + lo`; an 8-bit code is its own low byte.
+                bytes[0][lane * BLOCK + i] = code as u8;
+                bytes[1][lane * BLOCK + i] = ((i32::from(code) + 128) >> 8) as u8;
+            }
+            let sum = |codes: &[i16]| codes.iter().map(|&c| i32::from(c)).sum();
+            step.sum[lane] = sum(&codes);
+            step.first[lane] = sum(&codes[..BLOCK / 2]);
+        }
+        interleave(&bytes[0], &mut low[g]);
+        if let Some(high) = high.get_mut(g) {
+            interleave(&bytes[1], high);
+        }
+    }
+}
+
+/// [`quantise_portable`] for any processor.
 fn quantise_scalar(
     x: &[f32],
     width: ActivationWidth,
@@ -216,40 +270,24 @@ fn quantise_scalar(
     high: &mut [CodeGroup],
     steps: &mut [StepGroup],
 ) {
-    for (g, chunk) in x.chunks(GROUP_CODES).enumerate() {
-        let step = &mut steps[g];
-        if chunk.len() < GROUP_CODES {
-            low[g] = ZERO_CODES;
-            if let Some(high) = high.get_mut(g) {
-                *high = ZERO_CODES;
-            }
-        }
-        *step = ZERO_STEPS;
-        for (lane, block) in chunk.chunks(BLOCK).enumerate() {
-            let amax = amax(block);
-            let inv = width.max_code() / amax;
-            let (d, inv) = if !amax.is_finite() {
-                (amax, 0.0)
-            } else if inv.is_finite() {
-                (amax / width.max_code(), inv)
-            } else {
-                (0.0, 0.0)
-            };
-            step.d[lane] = d;
-            for (i, &v) in block.iter().enumerate() {
-                let code = if inv == 0.0 { 0 } else { (v * inv).round_ties_even() as i16 };
-                let at = code_at(lane, i);
-                if let Some(high) = high.get_mut(g) {
-                    let (hi, lo) = split(code);
-                    (low[g].0[at], high.0[at]) = (lo, hi);
-                } else {
-                    low[g].0[at] = code as i8;
-                }
-                step.sum[lane] += i32::from(code);
-                if i < BLOCK / 2 {
-                    step.first[lane] += i32::from(code);
-                }
-            }
-        }
-    }
+    quantise_portable(x, width, low, high, steps, |from, to| panel::interleave(from, &mut to.0));
+}
+
+/// [`quantise_portable`] compiled for AVX2.
+///
+/// # Safety
+/// The processor must have `SimdLevel::Avx2`.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn quantise_avx2(
+    x: &[f32],
+    width: ActivationWidth,
+    low: &mut [CodeGroup],
+    high: &mut [CodeGroup],
+    steps: &mut [StepGroup],
+) {
+    quantise_portable(x, width, low, high, steps, |from, to| {
+        // SAFETY: AVX2 is enabled here.
+        unsafe { avx2::interleave(from, &mut to.0) }
+    });
 }

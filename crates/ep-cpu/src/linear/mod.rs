@@ -3,7 +3,10 @@
 //! Weights are read from where they lie (the file's mapping, an arena) in the file's own layout.
 
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod avx2;
+#[cfg(target_arch = "x86_64")]
 pub(crate) mod avx512;
+pub(crate) mod panel;
 mod scalar;
 mod sink;
 
@@ -38,6 +41,9 @@ pub fn linear(
         // SAFETY: `check` has seen that this processor has the level.
         #[cfg(target_arch = "x86_64")]
         SimdLevel::Avx512Vnni => unsafe { avx512::linear(w, acts, rows, epilogue, out) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => unsafe { avx2::linear(w, acts, rows, epilogue, out) },
         _ => scalar::linear(w, acts, rows, epilogue, out),
     }
 }
@@ -88,6 +94,9 @@ pub fn dense(
         // SAFETY: `check` has seen that this processor has the level.
         #[cfg(target_arch = "x86_64")]
         SimdLevel::Avx512Vnni => unsafe { avx512::dense(w, x, rows, epilogue, out) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => unsafe { avx2::dense(w, x, rows, epilogue, out) },
         _ => scalar::dense(w, x, rows, epilogue, out),
     }
 }

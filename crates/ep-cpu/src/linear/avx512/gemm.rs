@@ -8,6 +8,7 @@ use headrace_numerics::block::blocks;
 use super::Call;
 use super::tile::{RowBytes, Tile, Unpack, accumulate};
 use crate::activations::{Activations, CodeGroup, GROUP_BLOCKS, GROUP_CODES, StepGroup};
+use crate::linear::panel::Panel;
 use crate::linear::sink::{Columns, Epilogue};
 
 /// Weight rows that one pass of the inner kernel takes.
@@ -16,45 +17,26 @@ const QUAD: usize = 4;
 /// Bytes of panels that are unpacked before the activation rows pass over them: most of a first-level cache.
 const PANEL_BYTES: usize = 24 << 10;
 
-/// A [`Tile`] in memory.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Panel {
-    codes: [u8; GROUP_CODES],
-    scale: [f32; GROUP_BLOCKS],
-    /// The second half's scale, or the float minimum.
-    other: [f32; GROUP_BLOCKS],
-    zero: [[i32; GROUP_BLOCKS]; 2],
-}
-
-const EMPTY: Panel = Panel {
-    codes: [0; GROUP_CODES],
-    scale: [0.0; GROUP_BLOCKS],
-    other: [0.0; GROUP_BLOCKS],
-    zero: [[0; GROUP_BLOCKS]; 2],
-};
-
 thread_local! {
     /// Grows to the largest layer's need and is kept, so that a steady step allocates nothing.
     static PANELS: RefCell<Vec<Panel>> = const { RefCell::new(Vec::new()) };
 }
 
-impl Panel {
-    #[inline(always)]
-    unsafe fn store<F: Unpack>(&mut self, tile: &Tile) {
-        // SAFETY: the arrays are aligned and as long as what is stored; the caller's processor has AVX-512.
-        unsafe {
-            for v in 0..4 {
-                _mm512_store_si512(self.codes.as_mut_ptr().add(64 * v).cast(), tile.z[v]);
-            }
-            _mm256_store_ps(self.scale.as_mut_ptr(), tile.scale[0]);
-            if F::HALVES || F::MIN {
-                _mm256_store_ps(self.other.as_mut_ptr(), if F::MIN { tile.min } else { tile.scale[1] });
-            }
-            if F::ZERO_EACH {
-                _mm256_store_si256(self.zero[0].as_mut_ptr().cast(), tile.zero[0]);
-                _mm256_store_si256(self.zero[1].as_mut_ptr().cast(), tile.zero[1]);
-            }
+/// Keeps a tile in a panel.
+#[inline(always)]
+unsafe fn keep<F: Unpack>(tile: &Tile, panel: &mut Panel) {
+    // SAFETY: the arrays are aligned and as long as what is stored; the caller's processor has AVX-512.
+    unsafe {
+        for v in 0..4 {
+            _mm512_store_si512(panel.codes.as_mut_ptr().add(64 * v).cast(), tile.z[v]);
+        }
+        _mm256_store_ps(panel.scale.as_mut_ptr(), tile.scale[0]);
+        if F::HALVES || F::MIN {
+            _mm256_store_ps(panel.other.as_mut_ptr(), if F::MIN { tile.min } else { tile.scale[1] });
+        }
+        if F::ZERO_EACH {
+            _mm256_store_si256(panel.zero[0].as_mut_ptr().cast(), tile.zero[0]);
+            _mm256_store_si256(panel.zero[1].as_mut_ptr().cast(), tile.zero[1]);
         }
     }
 }
@@ -71,7 +53,7 @@ pub(super) unsafe fn gemm<F: Unpack, const WIDE: bool>(format: F, call: Call<'_,
     PANELS.with_borrow_mut(|panels| {
         let need = quads * QUAD * groups;
         if panels.len() < need {
-            panels.resize(need, EMPTY);
+            panels.resize(need, Panel::EMPTY);
         }
         for top in (0..w.rows).step_by(quads * QUAD) {
             let count = (w.rows - top).min(quads * QUAD);
@@ -80,7 +62,7 @@ pub(super) unsafe fn gemm<F: Unpack, const WIDE: bool>(format: F, call: Call<'_,
                 let quad = &mut panels[i / QUAD * QUAD * groups..][..QUAD * groups];
                 for (g, four) in quad.chunks_exact_mut(QUAD).enumerate() {
                     if i >= count {
-                        four[i % QUAD] = EMPTY;
+                        four[i % QUAD] = Panel::EMPTY;
                         continue;
                     }
                     let row = RowBytes::new(w, top + i);
@@ -92,7 +74,7 @@ pub(super) unsafe fn gemm<F: Unpack, const WIDE: bool>(format: F, call: Call<'_,
                         } else {
                             format.tile::<true>(row, g, rest)
                         };
-                        four[i % QUAD].store::<F>(&tile);
+                        keep::<F>(&tile, &mut four[i % QUAD]);
                     }
                 }
             }
