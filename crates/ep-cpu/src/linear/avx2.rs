@@ -74,11 +74,11 @@ unsafe fn product<const HALVES: bool, const MIN: bool, const NIBBLES: bool>(
         for (g, panel) in panels.iter().enumerate() {
             let steps = &steps[g];
             let mut dots = [_mm256_setzero_si256(); 2];
-            for h in 0..2 {
-                dots[h] = half_dots::<NIBBLES>(&panel.codes, &low[g], h);
+            for (h, dot) in dots.iter_mut().enumerate() {
+                *dot = half_dots::<NIBBLES>(&panel.codes, &low[g], h);
                 if let Some(high) = high.get(g) {
                     let of_high = half_dots::<NIBBLES>(&panel.codes, high, h);
-                    dots[h] = _mm256_add_epi32(dots[h], _mm256_slli_epi32(of_high, 8));
+                    *dot = _mm256_add_epi32(*dot, _mm256_slli_epi32(of_high, 8));
                 }
             }
             let d = _mm256_load_ps(steps.d.as_ptr());
