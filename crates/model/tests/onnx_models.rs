@@ -2,9 +2,10 @@
 
 mod onnx_common;
 
+use headrace_model::error::ModelError;
 use headrace_model::onnx;
-use headrace_model::spec::{ModelSpec, RopeTables};
-use onnx_common::shared;
+use headrace_model::spec::{Layout, ModelSpec, RopeTables};
+use onnx_common::{Scratch, shared, smollm2_config};
 
 fn format_name(spec: &ModelSpec, id: headrace_model::spec::TensorId) -> String {
     spec.tensor(id).format.name()
@@ -72,5 +73,125 @@ fn smollm2_cpu() {
         "smollm2-onnx-int4/cpu",
         "llama vocab 49152 hidden 576 heads 9/3x64 ffn 1536 layers 30 eps 1e-5 context 8192 | embed int4/32 f32 head \
          int4/32 f32 qkv 1 int4/32 f32 o int4/32 f32 gate_up int4/32 f32 down int4/32 f32 bias false qknorm false tied true",
+    );
+}
+#[test]
+fn smollm2_cuda() {
+    let Some(dir) = shared("smollm2-onnx-int4/cuda") else { return };
+    let s = Scratch::new();
+    for name in ["genai_config.json", "model.onnx"] {
+        s.write(name, std::fs::read(dir.join(name)).unwrap());
+    }
+    s.sparse("model.onnx.data", 76_763_776);
+    let spec = onnx::load(&s.0).unwrap();
+    check(&spec);
+    let want = "llama vocab 49152 hidden 576 heads 9/3x64 ffn 1536 layers 30 eps 1e-5 context 8192 | embed int4/32 f16 \
+                head int4/32 f16 qkv 1 int4/32 f16 o int4/32 f16 gate_up int4/32 f16 down int4/32 f16 bias false \
+                qknorm false tied true";
+    assert_eq!(summary(&spec), want);
+    assert_eq!(spec.weight_bytes(), 76_763_776, "the data file is packed without gaps");
+}
+
+/// Another graph beside the same weights: the path of the `.onnx` file itself.
+#[test]
+fn a_file_instead_of_a_directory() {
+    let Some(dir) = shared("smollm2-onnx-int4/cpu") else { return };
+    let a = onnx::load(&dir.join("model.accuracy_level1.onnx")).unwrap();
+    let b = onnx::load(&dir).unwrap();
+    assert_eq!(summary(&a), summary(&b));
+    assert_eq!(a.weight_bytes(), b.weight_bytes());
+    assert!(b.files.len() == 1 && b.files[0].mapped);
+    let size = std::fs::metadata(dir.join("model.onnx.data")).unwrap().len();
+    assert_eq!(b.weight_bytes() as u64, size, "every byte of the data file is referenced");
+}
+
+#[test]
+fn tiny_models() {
+    let qwen2 = |f: &str| {
+        format!(
+            "qwen2 vocab 288 hidden 128 heads 4/2x32 ffn 384 layers 4 eps 1e-6 context 1024 | embed int4/32 {f} head \
+             int4/32 {f} qkv 1 int4/32 {f} o int4/32 {f} gate_up int4/32 {f} down int4/32 {f} bias true qknorm false tied true"
+        )
+    };
+    let qwen3 = |f: &str| {
+        qwen2(f)
+            .replace("qwen2", "qwen3")
+            .replace("x32", "x64")
+            .replace("bias true qknorm false", "bias false qknorm true")
+    };
+    expect("tiny/qwen2-int4-cpu", &qwen2("f32"));
+    expect("tiny/qwen2-int4-cuda", &qwen2("f16"));
+    expect("tiny/qwen2-kquant-nofuse-cpu", &qwen2("f32 zp").replace("qkv 1", "qkv 3"));
+    expect("tiny/qwen3-int4-cpu", &qwen3("f32"));
+    expect("tiny/qwen3-int4-cuda", &qwen3("f16"));
+}
+
+#[test]
+fn gpt_oss_is_refused_as_mixture_of_experts() {
+    for part in ["tiny/gptoss-int4-cpu", "tiny/gptoss-int4-cuda"] {
+        let Some(dir) = shared(part) else { return };
+        let e = onnx::load(&dir).unwrap_err();
+        assert!(matches!(e, ModelError::Unsupported { .. }));
+        assert!(e.to_string().contains("GPT-OSS mixture-of-experts"), "{e}");
+    }
+}
+
+/// A graph without weights, beside a data file of zeros that is long enough.
+fn graph_alone(name: &str) -> Option<(Scratch, headrace_model::Result<ModelSpec>)> {
+    let dir = shared(&format!("graphs/{name}"))?;
+    let s = Scratch::new();
+    s.write("model.onnx", std::fs::read(dir.join("model.onnx")).unwrap());
+    s.write("genai_config.json", smollm2_config());
+    s.sparse("model.onnx.data", 1 << 30);
+    let spec = onnx::load(&s.0);
+    Some((s, spec))
+}
+
+#[test]
+fn graphs_of_other_export_options() {
+    let same = |embed: &str, head: &str, qkv: usize, first: &str, rest: &str, down: &str, tied: bool| {
+        format!(
+            "llama vocab 49152 hidden 576 heads 9/3x64 ffn 1536 layers 30 eps 1e-5 context 8192 | embed {embed} head \
+             {head} qkv {qkv} {first} o {rest} gate_up {rest} down {down} bias false qknorm false tied {tied}"
+        )
+    };
+    let all = |f: &str, embed: &str, tied: bool| same(embed, f, 1, f, f, f, tied);
+    let cases = [
+        ("builder0.9.2-cpu", all("int4/32 f32", "F32", false)),
+        ("builder0.9.2-cuda", all("int4/32 f16", "F16", false)),
+        ("fp16-cuda", all("F16", "F16", true)),
+        ("fp32-cpu", all("F32", "F32", true)),
+        (
+            "kquant_mixed-cpu",
+            same("int8/32 f32 zp", "int8/32 f32 zp", 1, "int8/32 f32 zp", "int4/32 f32 zp", "int8/32 f32 zp", true),
+        ),
+        ("nofuse_qkv-cpu", same("int4/32 f32", "int4/32 f32", 3, "int4/32 f32", "int4/32 f32", "int4/32 f32", true)),
+        ("rtn_last-cpu", same("int8/32 f32", "int8/32 f32", 1, "int4/32 f32", "int4/32 f32", "int4/32 f32", true)),
+        ("untied-cpu", all("int4/32 f32", "F32", false)),
+        ("untied_asym-cpu", all("int4/32 f32 zp", "F32", false)),
+        ("untied_qdq-cpu", all("int4/32 f32", "F32", false)),
+    ];
+    for (name, want) in cases {
+        let Some((_dir, spec)) = graph_alone(name) else { return };
+        let spec = spec.unwrap_or_else(|e| panic!("{name}: {e}"));
+        check(&spec);
+        assert_eq!(summary(&spec), want, "{name}");
+        if name.starts_with("fp") {
+            assert_eq!(spec.tensor(spec.lm_head.weight).layout, Layout::ColMajor);
+        }
+    }
+}
+
+/// The builder shared the embedding with an unquantised head that it then quantised: the gather has no scales. ONNX
+/// Runtime refuses the file because a required input is missing.
+#[test]
+fn the_invalid_tied_export_is_refused_for_its_missing_scales() {
+    let Some((_dir, spec)) = graph_alone("tied_asym-INVALID") else { return };
+    let e = spec.unwrap_err();
+    assert!(matches!(e, ModelError::Format { .. }), "{e}");
+    assert!(
+        e.to_string()
+            .contains("/model/embed_tokens/GatherBlockQuantized (GatherBlockQuantized): has no input 2 (scales)"),
+        "{e}"
     );
 }
