@@ -1,5 +1,7 @@
 //! Every ONNX export at hand either loads as what it is, or is refused for its own reason.
 
+#![allow(clippy::unwrap_used, clippy::panic)]
+
 mod onnx_common;
 
 use headrace_model::error::ModelError;
@@ -194,4 +196,23 @@ fn the_invalid_tied_export_is_refused_for_its_missing_scales() {
             .contains("/model/embed_tokens/GatherBlockQuantized (GatherBlockQuantized): has no input 2 (scales)"),
         "{e}"
     );
+}
+
+/// Stored rotary tables are plain ones; how far they are from tables computed in binary64
+/// is known: a binary32 angle of 8192 positions is off by up to 5e-4, a binary16 entry by 2.5e-4.
+#[test]
+fn stored_rotary_tables_are_plain_ones() {
+    for (part, base, most) in [
+        ("smollm2-onnx-int4/cpu", 1e5, 5e-4),
+        ("tiny/qwen2-int4-cpu", 1e6, 4e-5),
+        ("tiny/qwen2-int4-cuda", 1e6, 2.6e-4),
+        ("tiny/qwen3-int4-cpu", 1e6, 4e-5),
+        ("tiny/qwen3-int4-cuda", 1e6, 2.6e-4),
+    ] {
+        let Some(dir) = shared(part) else { return };
+        let fit = onnx::rope_fit(&onnx::load(&dir).unwrap()).unwrap();
+        println!("{part}: {fit:?}");
+        assert_eq!(fit.base, base, "{part}");
+        assert!(fit.max_error <= most, "{part}: {fit:?}");
+    }
 }

@@ -2,6 +2,8 @@
 //!
 //! `tests/fixtures/make_onnx.py` makes the models and computes `values.json` with numpy and onnx's own evaluator.
 
+#![allow(clippy::unwrap_used, clippy::panic)]
+
 mod onnx_common;
 
 use std::path::Path;

@@ -13,6 +13,7 @@ mod mask;
 #[allow(missing_docs)]
 mod proto;
 mod repack;
+mod rope_fit;
 mod weights;
 mod wire;
 
@@ -28,6 +29,7 @@ use self::external::{DataSource, Directory, refuse_lfs_pointer};
 use self::graph::Graph;
 use self::initializers::Initializers;
 use self::proto::{GraphProto, Model, ValueInfo};
+pub use self::rope_fit::{RopeFit, rope_fit};
 use self::weights::Weights;
 use crate::error::{ModelError, Result};
 use crate::file::ModelFile;
@@ -45,28 +47,38 @@ pub(crate) struct Origin<'p> {
     path: &'p Path,
 }
 
+/// Names and texts of a file as messages show them: at most 400 characters.
+fn clip(text: impl Into<String>) -> String {
+    const MOST: usize = 400;
+    let text = text.into();
+    match text.char_indices().nth(MOST) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
+    }
+}
+
 impl Origin<'_> {
     fn io(&self, source: std::io::Error) -> ModelError {
         ModelError::Io { path: self.path.to_path_buf(), source }
     }
 
     fn format(&self, tensor: Option<&str>, what: impl Into<String>) -> ModelError {
-        let tensor = tensor.map(String::from);
-        ModelError::Format { path: self.path.to_path_buf(), tensor, offset: None, what: what.into() }
+        let tensor = tensor.map(clip);
+        ModelError::Format { path: self.path.to_path_buf(), tensor, offset: None, what: clip(what) }
     }
 
     fn format_at(&self, offset: usize, what: impl Into<String>) -> ModelError {
         let offset = Some(offset as u64);
-        ModelError::Format { path: self.path.to_path_buf(), tensor: None, offset, what: what.into() }
+        ModelError::Format { path: self.path.to_path_buf(), tensor: None, offset, what: clip(what) }
     }
 
     fn format_in(&self, tensor: &str, offset: u64, what: impl Into<String>) -> ModelError {
-        let (tensor, offset) = (Some(tensor.to_string()), Some(offset));
-        ModelError::Format { path: self.path.to_path_buf(), tensor, offset, what: what.into() }
+        let (tensor, offset) = (Some(clip(tensor)), Some(offset));
+        ModelError::Format { path: self.path.to_path_buf(), tensor, offset, what: clip(what) }
     }
 
     fn unsupported(&self, item: Option<String>, what: impl Into<String>) -> ModelError {
-        ModelError::Unsupported { path: self.path.to_path_buf(), item, what: what.into() }
+        ModelError::Unsupported { path: self.path.to_path_buf(), item: item.map(clip), what: clip(what) }
     }
 }
 
