@@ -11,6 +11,19 @@ use headrace_numerics::elementwise::KvDtype;
 use crate::kernels::convert::{from_f16, to_f16};
 use crate::memory::Region;
 
+/// The keys or the values of one head of one layer in one page.
+#[derive(Clone, Copy, Debug)]
+pub struct Entries {
+    /// Page.
+    pub page: u32,
+    /// Layer.
+    pub layer: usize,
+    /// Keys or values.
+    pub half: KvHalf,
+    /// Key-value head.
+    pub head: usize,
+}
+
 /// The mapped pages, shared by the workers of a step.
 pub struct KvPages<'a> {
     base: NonNull<u8>,
@@ -41,7 +54,8 @@ impl<'a> KvPages<'a> {
         &self.geometry
     }
 
-    fn at(&self, page: u32, layer: usize, half: KvHalf, head: usize, token: usize) -> *mut u8 {
+    fn at(&self, entries: Entries, token: usize) -> *mut u8 {
+        let Entries { page, layer, half, head } = entries;
         let g = &self.geometry;
         let inside = layer < g.layers && head < g.kv_heads && token < g.page_tokens;
         assert!((page as usize) < self.pages && inside, "page {page}, layer {layer}, head {head}, token {token}");
@@ -53,10 +67,10 @@ impl<'a> KvPages<'a> {
     ///
     /// # Safety
     /// No other worker reads or writes this entry before the next barrier.
-    pub unsafe fn store(&self, page: u32, layer: usize, half: KvHalf, head: usize, token: usize, x: &[f32]) {
+    pub unsafe fn store(&self, entries: Entries, token: usize, x: &[f32]) {
         let dim = self.geometry.head_dim;
         assert_eq!(x.len(), dim);
-        let at = self.at(page, layer, half, head, token);
+        let at = self.at(entries, token);
         // SAFETY: an entry is `head_dim` elements of the page's type, aligned because pages, rows and elements are
         // multiples of the element's size from a page-aligned base; it is this worker's alone by the caller's promise.
         unsafe {
@@ -72,22 +86,13 @@ impl<'a> KvPages<'a> {
     ///
     /// # Safety
     /// No worker writes these entries before the next barrier, unless it is this one.
-    pub unsafe fn load(
-        &self,
-        page: u32,
-        layer: usize,
-        half: KvHalf,
-        head: usize,
-        tokens: Range<usize>,
-        stride: usize,
-        out: &mut [f32],
-    ) {
+    pub unsafe fn load(&self, entries: Entries, tokens: Range<usize>, stride: usize, out: &mut [f32]) {
         let g = &self.geometry;
         if tokens.is_empty() {
             return;
         }
-        let first = self.at(page, layer, half, head, tokens.start);
-        let _last = self.at(page, layer, half, head, tokens.end - 1);
+        let first = self.at(entries, tokens.start);
+        let _last = self.at(entries, tokens.end - 1);
         let contiguous = g.token_stride() == g.head_dim * g.dtype.bytes() && stride == g.head_dim;
         let (runs, len) = if contiguous { (1, tokens.len() * g.head_dim) } else { (tokens.len(), g.head_dim) };
         for (i, row) in out.chunks_mut(if contiguous { len } else { stride }).take(runs).enumerate() {

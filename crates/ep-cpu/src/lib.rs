@@ -9,6 +9,7 @@ mod kv_pages;
 pub mod linear;
 mod memory;
 mod pool;
+mod profile;
 pub mod provider;
 mod rope_table;
 mod rows;

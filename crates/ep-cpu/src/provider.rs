@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
@@ -18,6 +19,7 @@ use crate::exec::{NON_FINITE, Scratch, Step, prepare};
 use crate::kv_pages::KvPages;
 use crate::memory::{GRANULE, Region, physical_bytes};
 use crate::pool::{Team, default_threads};
+use crate::profile::{Profile, STEP};
 use crate::rope_table::RopeTable;
 use crate::rows::RowPlan;
 use crate::simd::SimdLevel;
@@ -61,6 +63,7 @@ pub struct CpuProvider {
     next_program: u64,
     plan: RowPlan,
     scratch: Vec<Mutex<Scratch>>,
+    profile: Option<Profile>,
 }
 
 fn invalid(what: impl Into<String>) -> DeviceError {
@@ -115,12 +118,18 @@ impl CpuProvider {
             programs: HashMap::new(),
             next_program: 0,
             plan: RowPlan::default(),
+            profile: Profile::from_environment(),
         })
     }
 
     /// Bytes of weights that are kept beside the model file: transposed matrices, vectors as floats.
     pub fn private_weight_bytes(&self) -> u64 {
         self.attached.as_ref().map_or(0, |a| a.weights.transposed_bytes() + a.weights.vector_bytes())
+    }
+
+    /// Where the time of the steps so far went; `None` unless `HEADRACE_PROFILE_OPS=1` was set when this was made.
+    pub fn profile(&self) -> Option<String> {
+        self.profile.as_ref().map(Profile::to_string)
     }
 
     fn region(&self, range: RangeKind) -> Result<&Region, DeviceError> {
@@ -136,6 +145,14 @@ impl CpuProvider {
             RangeKind::Workspace => Ok(&mut self.workspace),
             RangeKind::Kv => self.attached.as_mut().map(|a| &mut a.kv).ok_or_else(|| invalid("no model is attached")),
             RangeKind::Weights | RangeKind::Staging => Err(no_range(range)),
+        }
+    }
+}
+
+impl Drop for CpuProvider {
+    fn drop(&mut self) {
+        if let Some(profile) = &self.profile {
+            log::info!("{NAME}: {profile}");
         }
     }
 }
@@ -233,7 +250,8 @@ impl Provider for CpuProvider {
     fn run(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
         output.tokens.clear();
         output.logits.clear();
-        let CpuProvider { team, level, workspace, attached, programs, plan, scratch, .. } = self;
+        let CpuProvider { team, level, workspace, attached, programs, plan, scratch, profile, .. } = self;
+        let mut clock = Instant::now();
         let attached = attached.as_mut().ok_or_else(|| invalid("no model is attached"))?;
         let Attached { model, geometry, weights, rope, kv } = attached;
         let recorded = programs.get_mut(&id.0).ok_or_else(|| invalid(format!("no program {}", id.0)))?;
@@ -263,10 +281,11 @@ impl Provider for CpuProvider {
             choices: choices.get(..wanted).unwrap_or_default(),
             level: *level,
             workers: team.threads(),
+            profile: profile.as_ref(),
         };
         let work = |index: usize, barrier: &crate::pool::Barrier| match scratch.get(index) {
             // A worker that panicked left its scratch in some state; every step overwrites what it reads of it.
-            Some(scratch) => step.work(&mut scratch.lock().unwrap_or_else(|e| e.into_inner()), barrier),
+            Some(scratch) => step.work(index, &mut scratch.lock().unwrap_or_else(|e| e.into_inner()), barrier),
             None => Err(format!("there is no worker {index}")),
         };
         team.run(work).map_err(failed)?;
@@ -279,6 +298,9 @@ impl Provider for CpuProvider {
         if input.want_logits {
             // SAFETY: every worker has left the step.
             output.logits.extend_from_slice(unsafe { buffers.all(Buffer::Logits) });
+        }
+        if let Some(profile) = profile {
+            profile.lap(STEP, &mut clock);
         }
         Ok(())
     }

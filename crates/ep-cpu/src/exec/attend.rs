@@ -11,6 +11,7 @@ use crate::compile::Stage;
 use crate::kernels::attention::{ChunkSums, KEY_PAD, QUERY_PAD, chunk, combine, finish, padded};
 use crate::kernels::norm::rms_norm_in_place;
 use crate::kernels::rope::rotate;
+use crate::kv_pages::Entries;
 use crate::rows::TILE_ROWS;
 
 /// A worker's float rows for attention, kept from step to step.
@@ -115,8 +116,8 @@ impl Step<'_> {
         // SAFETY: this position of this sequence is stored once a step, by the worker that drew this row and head, and
         // nobody else reads it before the barrier: other sequences don't share a page that is being written.
         unsafe {
-            self.kv.store(page, layer, KvHalf::Key, kv_head, at, key);
-            self.kv.store(page, layer, KvHalf::Value, kv_head, at, value);
+            self.kv.store(Entries { page, layer, half: KvHalf::Key, head: kv_head }, at, key);
+            self.kv.store(Entries { page, layer, half: KvHalf::Value, head: kv_head }, at, value);
         }
         Ok(())
     }
@@ -159,8 +160,9 @@ impl Step<'_> {
             // SAFETY: positions before this step's were stored by earlier steps, this step's before the last barrier,
             // or by this worker.
             unsafe {
-                self.kv.load(page, layer, KvHalf::Key, kv_head, tokens.clone(), wide, &mut keys[offset..]);
-                self.kv.load(page, layer, KvHalf::Value, kv_head, tokens, wide, &mut values[offset..]);
+                let entries = |half| Entries { page, layer, half, head: kv_head };
+                self.kv.load(entries(KvHalf::Key), tokens.clone(), wide, &mut keys[offset..]);
+                self.kv.load(entries(KvHalf::Value), tokens, wide, &mut values[offset..]);
             }
             for (r, &row) in rows.iter().enumerate() {
                 let pos = position(row);

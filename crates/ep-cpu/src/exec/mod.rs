@@ -4,6 +4,7 @@ mod activate;
 mod attend;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
 
 use headrace_model::ModelSpec;
 use headrace_numerics::activation::ActivationWidth;
@@ -17,6 +18,7 @@ use crate::kernels::argmax::argmax;
 use crate::kv_pages::KvPages;
 use crate::linear::{DenseRows, Epilogue, dense, linear};
 use crate::pool::Barrier;
+use crate::profile::{Profile, kind};
 use crate::rope_table::RopeTable;
 use crate::rows::RowPlan;
 use crate::simd::SimdLevel;
@@ -101,16 +103,25 @@ pub struct Step<'a> {
     pub level: SimdLevel,
     /// Number of workers.
     pub workers: usize,
+    /// Where the first worker's time is added up, if at all.
+    pub profile: Option<&'a Profile>,
 }
 
 /// Marks a choice as the index of a non-finite logit.
 pub const NON_FINITE: usize = 1 << (usize::BITS - 1);
 
 impl Step<'_> {
-    /// Runs the whole program as one of the workers.
-    pub fn work(&self, scratch: &mut Scratch, barrier: &Barrier) -> Result<(), String> {
+    /// Runs the whole program as worker `index`.
+    pub fn work(&self, index: usize, scratch: &mut Scratch, barrier: &Barrier) -> Result<(), String> {
         // True while the current activation is in this worker's scratch.
         let mut private = false;
+        let profile = self.profile.filter(|_| index == 0);
+        let mut clock = profile.map(|_| Instant::now());
+        let mut lap = |work: &Work| {
+            if let (Some(profile), Some(clock)) = (profile, &mut clock) {
+                profile.lap(kind(work), clock);
+            }
+        };
         for stage in &self.compiled.stages {
             match &stage.work {
                 Work::Embed(table) => {
@@ -125,6 +136,7 @@ impl Step<'_> {
                 Work::Activate(activation) => {
                     private = self.activate(stage, activation, scratch)?;
                     if private {
+                        lap(&stage.work);
                         continue;
                     }
                 }
@@ -153,6 +165,7 @@ impl Step<'_> {
                 }
             }
             barrier.wait().map_err(poisoned)?;
+            lap(&stage.work);
         }
         Ok(())
     }
