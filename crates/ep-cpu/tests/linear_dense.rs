@@ -25,3 +25,21 @@ fn every_type_and_size_gives_the_contracts_bits() {
         }
     }
 }
+
+/// Every product underflows to -0 in every lane; a lane without an element in the tail must not be turned into +0.
+#[test]
+fn lanes_without_an_element_keep_a_negative_zero() {
+    let rng = &mut generator(2);
+    for level in SimdLevel::available() {
+        for rows in [1, 2, 4] {
+            let mut m = Matrix::random(Format::F32, 3, 70, common::Kind::Plain, rng);
+            for weight in m.planes[0].chunks_exact_mut(4) {
+                weight.copy_from_slice(&(-1e-30f32).to_le_bytes());
+            }
+            let x = vec![1e-30; rows * 70];
+            for _ in 0..16 {
+                run(level, &m, &x, rows, ActivationWidth::Int16, rng.random());
+            }
+        }
+    }
+}
