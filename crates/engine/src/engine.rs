@@ -4,11 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use headrace_ep_cpu::{CpuOptions, CpuProvider};
 use headrace_kv::KvGeometry;
 use headrace_model::tokenizer::Tokenizer;
 use headrace_model::{Model, ModelSpec};
 use headrace_numerics::CONTRACT_VERSION;
-use headrace_provider::{DeviceInfo, ProgramId, Provider, StepInput, StepOutput, TokenRow};
+use headrace_provider::{DeviceInfo, ProgramId, Provider, RangeKind, StepInput, StepOutput, TokenRow};
 
 use crate::error::{EngineError, Result};
 use crate::inventory::Inventory;
@@ -102,9 +103,12 @@ impl Engine {
         let asked_for = match options.device {
             DeviceChoice::Auto | DeviceChoice::Cpu => String::new(),
         };
-        let mut provider: Box<dyn Provider> = Box::new(headrace_ep_cpu::CpuProvider::new(options.threads)?);
+        let cpu = CpuOptions { threads: options.threads, level: None };
+        let mut provider: Box<dyn Provider> = Box::new(CpuProvider::new(cpu)?);
         provider.attach(model.clone(), geometry)?;
-        let program = provider.record(program::in_place(&model, &options))?;
+        let step = program::in_place(&model, &options);
+        provider.resize(RangeKind::Workspace, step.workspace_bytes(&model.config))?;
+        let program = provider.record(step)?;
         let kv = KvState::new(geometry, max_context, options.max_batch, provider.as_mut())?;
         Ok(Engine {
             step_bytes: program::bytes_per_step(&model),
@@ -322,7 +326,8 @@ impl Engine {
         stop_tokens: &[u32],
         hook: &mut Hook<'_>,
     ) -> Result<Vec<Generation>> {
-        let options = GenerationOptions { stop_tokens: stop_tokens.to_vec(), ..GenerationOptions::greedy(max_new_tokens) };
+        let options =
+            GenerationOptions { stop_tokens: stop_tokens.to_vec(), ..GenerationOptions::greedy(max_new_tokens) };
         // All are checked before the first is computed.
         for prompt in prompts {
             self.check_tokens(prompt)?;

@@ -33,13 +33,7 @@ fn push_linears(ops: &mut Vec<Op>, model: &ModelSpec, linears: &[Linear], out: B
     let mut column = 0;
     for linear in linears {
         let rows = model.tensor(linear.weight).rows;
-        ops.push(Op::Linear {
-            segments: vec![whole(linear.weight, rows)],
-            bias: linear.bias,
-            out,
-            column,
-            accumulate,
-        });
+        ops.push(Op::Linear { segments: vec![whole(linear.weight, rows)], bias: linear.bias, out, column, accumulate });
         column += rows;
     }
 }

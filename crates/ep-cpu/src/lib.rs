@@ -17,3 +17,8 @@ pub mod simd;
 mod weights;
 
 pub use provider::{CpuOptions, CpuProvider};
+
+/// The kernel family in use on this machine, or why there is none: an instruction set that was asked for and is missing.
+pub fn kernel_name() -> String {
+    simd::SimdLevel::detect().map_or_else(|e| e.to_string(), |level| level.to_string())
+}

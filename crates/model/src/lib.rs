@@ -6,11 +6,13 @@ pub mod chat;
 pub mod error;
 pub mod file;
 pub mod gguf;
+pub mod load;
 pub mod onnx;
 pub mod spec;
 pub mod tokenizer;
 
 pub use chat::ChatMessage;
 pub use error::{ModelError, Result};
+pub use load::{Model, load};
 pub use spec::ModelSpec;
 pub use tokenizer::Tokenizer;

@@ -69,16 +69,8 @@ impl Engine {
         kv_layout: &str,
         threads: Option<usize>,
     ) -> PyResult<Engine> {
-        let options = engine_options(
-            device,
-            max_context,
-            max_batch,
-            prefill_chunk,
-            activations,
-            kv_dtype,
-            kv_layout,
-            threads,
-        )?;
+        let options =
+            engine_options(device, max_context, max_batch, prefill_chunk, activations, kv_dtype, kv_layout, threads)?;
         let engine = detached(py, move || Ok(headrace_engine::Engine::load(&path, options)?))?;
         Ok(Engine { shared: Arc::new(Mutex::new(engine)) })
     }
@@ -210,7 +202,11 @@ impl Engine {
         last_only: bool,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let logits = self.watched(py, None, |engine, hook| engine.logits(&sequences, last_only, hook))?;
-        logits.values.into_pyarray(py).reshape([logits.rows, logits.vocab]).map_err(|e| PyValueError::new_err(e.to_string()))
+        logits
+            .values
+            .into_pyarray(py)
+            .reshape([logits.rows, logits.vocab])
+            .map_err(|e| PyValueError::new_err(e.to_string()))
     }
 
     /// What the model's files hold, as JSON.
