@@ -14,7 +14,7 @@ PROMPTS = ["short", "long", "chat", "unicode", "code", "single", "digits"]
 
 # Largest logit error allowed, by (activations, kv_dtype). The int8 bound is what that choice costs on this model; it is
 # here to notice a broken kernel, not to recommend the choice.
-BOUNDS = {("int16", "float16"): 0.03, ("int16", "float32"): 0.008, ("int8", "float16"): 1.6}
+BOUNDS = {("int16", "float16"): 0.03, ("int16", "float32"): 0.008, ("int8", "float16"): 2.0}
 
 
 def check(engine: headrace.Engine, case: dict[str, Any], bound: float) -> float:
