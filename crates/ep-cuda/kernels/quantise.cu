@@ -1,0 +1,117 @@
+// Activations: root-mean-square norm, SwiGLU or nothing, then quantisation in blocks of 32 and, where an unquantised
+// matrix follows, floats.
+//
+// Launch: block 256, grid (parts, token rows). Every block of a row computes the row's norm for itself (a row is read from
+// the cache) and then makes the blocks part * 8 + warp, ... of it: one warp a block of 32.
+#include "common.cuh"
+
+// Quantises one block of 32, one element a lane. Writes block k of row r.
+template <bool W16> __device__ __forceinline__ void quantise_block(const QuantiseArgs& a, u32 r, u32 k, float v) {
+    const float max_code = W16 ? 32512.0f : 127.0f;
+    const u32 lane = threadIdx.x & 31;
+    // The largest pattern without sign: infinity and NaN are larger than every finite magnitude.
+    u32 bits = __float_as_uint(v) & 0x7fffffffu;
+#if __CUDA_ARCH__ >= 800
+    bits = __reduce_max_sync(FULL, bits);
+#else
+#pragma unroll
+    for (int n = 16; n > 0; n >>= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, n));
+#endif
+    const float amax = __uint_as_float(bits), inv = __fdiv_rn(max_code, amax);
+    float d = 0.0f;
+    int q = 0;
+    if (bits >= 0x7f800000u) {
+        d = amax;
+    } else if ((__float_as_uint(inv) & 0x7fffffffu) < 0x7f800000u) {
+        d = __fdiv_rn(amax, max_code);
+        q = __float2int_rn(__fmul_rn(v, inv));
+    }
+    int sum = q;
+#pragma unroll
+    for (int n = 16; n > 0; n >>= 1) sum += __shfl_xor_sync(FULL, sum, n);
+    const size_t at = (size_t)k * a.out.ld + r;
+    if (W16) {
+        int high = (q + 128) >> 8;
+        a.out.codes[at * 64 + lane] = (u8)high;
+        a.out.codes[at * 64 + 32 + lane] = (u8)(q - 256 * high);
+    } else {
+        a.out.codes[at * 32 + lane] = (u8)q;
+    }
+    if (lane == 0) a.out.steps[at] = make_int2(__float_as_int(d), sum);
+}
+
+// Element i of the activation, stored as a float and as part of its block.
+template <bool W16>
+__device__ __forceinline__ void emit(const QuantiseArgs& a, u32 r, u32 k, float v) {
+    const u32 i = k * 32 + (threadIdx.x & 31);
+    if (a.floats && i < a.out.cols) a.out.floats[(size_t)r * a.out.cols + i] = v;
+    if (a.codes) quantise_block<W16>(a, r, k, v);
+}
+
+// `1 / sqrt(sum of squares / n + eps)` of a row: 256 lanes, one a thread; the tree. All threads get it.
+__device__ __forceinline__ float row_norm(const float* x, u32 n, float eps) {
+    __shared__ float lanes[128];
+    float sum = 0.0f;
+#pragma unroll 8
+    for (u32 i = threadIdx.x; i < n; i += 256) {
+        float v = x[i];
+        sum = __fmaf_rn(v, v, sum);
+    }
+    const u32 t = threadIdx.x;
+    if (t >= 128) lanes[t - 128] = sum;
+    __syncthreads();
+    if (t < 128) lanes[t] = sum = __fadd_rn(sum, lanes[t]);
+    __syncthreads();
+    if (t < 64) sum = __fadd_rn(sum, lanes[t + 64]);
+    __syncthreads();
+    if (t < 64) lanes[t] = sum;
+    __syncthreads();
+    if (t < 32) {
+        sum = warp_tree(__fadd_rn(sum, lanes[t + 32]));
+        if (t == 0) lanes[0] = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)n), eps)));
+    }
+    __syncthreads();
+    return lanes[0];
+}
+
+template <bool W16> __device__ __forceinline__ void norm(const QuantiseArgs& a) {
+    wait_for_previous();
+    allow_next();
+    const u32 r = blockIdx.y, n = a.out.cols, kb = (n + 31) / 32, lane = threadIdx.x & 31;
+    if (r >= step_rows(a.step, a.wanted)) return;
+    const float* x = a.src + (size_t)(a.gather ? a.step.wanted[r] : r) * a.src_ld;
+    const float inv = row_norm(x, n, a.eps);
+    for (u32 k = blockIdx.x * 8 + (threadIdx.x >> 5); k < kb; k += gridDim.x * 8) {
+        const u32 i = k * 32 + lane;
+        float v = 0.0f;
+        if (i < n) v = __fmul_rn(__fmul_rn(x[i], inv), float_at(a.weight, a.weight_type, i));
+        emit<W16>(a, r, k, v);
+    }
+}
+
+// SWIGLU: the source row holds the gates, then the ups, `cols` each.
+template <bool W16, bool SWIGLU> __device__ __forceinline__ void plain(const QuantiseArgs& a) {
+    wait_for_previous();
+    allow_next();
+    const u32 r = blockIdx.y, n = a.out.cols, kb = (n + 31) / 32, lane = threadIdx.x & 31;
+    if (r >= step_rows(a.step, a.wanted)) return;
+    const float* x = a.src + (size_t)r * a.src_ld;
+    for (u32 k = blockIdx.x * 8 + (threadIdx.x >> 5); k < kb; k += gridDim.x * 8) {
+        const u32 i = k * 32 + lane;
+        float v = 0.0f;
+        if (i < n) {
+            v = x[i];
+            if (SWIGLU) v = __fmul_rn(__fdiv_rn(v, __fadd_rn(1.0f, contract_exp(-v))), x[n + i]);
+        }
+        emit<W16>(a, r, k, v);
+    }
+}
+
+#define KERNEL(NAME, ...)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ QuantiseArgs a) { __VA_ARGS__(a); }
+KERNEL(norm_w16, norm<true>)
+KERNEL(norm_w8, norm<false>)
+KERNEL(quantise_w16, plain<true, false>)
+KERNEL(quantise_w8, plain<false, false>)
+KERNEL(swiglu_w16, plain<true, true>)
+KERNEL(swiglu_w8, plain<false, true>)
