@@ -9,7 +9,7 @@ use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_model::spec::DecoderConfig;
 use headrace_provider::{
-    Buffer, DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, StepInput, StepOutput, StepProgram,
+    Buffer, DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram,
 };
 
 use crate::activations::Activations;
@@ -76,6 +76,10 @@ fn failed(what: impl Into<String>) -> DeviceError {
 
 fn no_range(range: RangeKind) -> DeviceError {
     invalid(format!("{range:?}: this device reads weights from the file's own mapping"))
+}
+
+fn not_by_granules(range: RangeKind) -> DeviceError {
+    invalid(format!("{range:?}: this device backs the range from its start, by a new size"))
 }
 
 fn outside(range: RangeKind, offset: u64, bytes: u64) -> DeviceError {
@@ -166,6 +170,7 @@ impl Provider for CpuProvider {
             kernels: self.level.to_string(),
             threads: self.team.threads(),
             repacked_bytes: self.attached.as_ref().map_or(0, |a| a.weights.transposed_bytes()),
+            piece_bytes: 0,
         }
     }
 
@@ -198,6 +203,24 @@ impl Provider for CpuProvider {
 
     fn mapped(&self, range: RangeKind) -> u64 {
         self.region(range).map_or(0, |r| r.mapped() as u64)
+    }
+
+    fn fixed_bytes(&self) -> u64 {
+        0
+    }
+
+    fn map(&mut self, range: RangeKind, _offset: u64, _bytes: u64) -> Result<(), DeviceError> {
+        self.region(range)?;
+        Err(not_by_granules(range))
+    }
+
+    fn unmap(&mut self, range: RangeKind, _offset: u64, _bytes: u64) -> Result<(), DeviceError> {
+        self.region(range)?;
+        Err(not_by_granules(range))
+    }
+
+    fn load(&mut self, segments: &[Segment]) -> Result<(), DeviceError> {
+        if segments.is_empty() { Ok(()) } else { Err(no_range(RangeKind::Weights)) }
     }
 
     fn copy_within(&mut self, range: RangeKind, from: u64, to: u64, bytes: u64) -> Result<(), DeviceError> {

@@ -11,8 +11,8 @@ use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::elementwise::KvDtype;
 use headrace_numerics::format::Format;
 use headrace_provider::{
-    Buffer, DeviceError, Instr, Op, Place, ProgramId, Provider, RangeKind, RowSet, StepInput, StepOutput, StepProgram,
-    TokenRow,
+    Buffer, DeviceError, Instr, Op, Place, ProgramId, Provider, RangeKind, RowSet, Segment, StepInput, StepOutput,
+    StepProgram, TokenRow,
 };
 use headrace_testing::{ModelShape, bits, file_program, random_model};
 
@@ -148,6 +148,11 @@ fn a_provider_without_a_model_or_with_two() {
     refused(cpu.record(file_program(&model, 1, 1, ActivationWidth::Int16, 1)), "no model");
     refused(cpu.run(ProgramId(0), &input(0, 0), &mut StepOutput::default()), "no model");
     refused(cpu.resize(RangeKind::Weights, 1), "Weights");
+    refused(cpu.map(RangeKind::Weights, 0, 1 << 16), "own mapping");
+    refused(cpu.unmap(RangeKind::Workspace, 0, 1 << 16), "new size");
+    let segment = Segment { tensor: model.lm_head.weight, row: 0, rows: 1, place: Place::Resident { offset: 0 } };
+    refused(cpu.load(&[segment]), "own mapping");
+    assert_eq!((cpu.fixed_bytes(), cpu.info().piece_bytes), (0, 0));
     let odd = KvGeometry { page_tokens: 33, ..geometry(&model) };
     refused(cpu.attach(model.clone(), odd), "33");
     cpu.attach(model.clone(), geometry(&model)).unwrap();

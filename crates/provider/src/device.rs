@@ -5,7 +5,7 @@ use std::sync::Arc;
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 
-use crate::program::StepProgram;
+use crate::program::{Segment, StepProgram};
 use crate::step::{StepInput, StepOutput};
 
 /// The separate address ranges of a device. Ranges never share a granule.
@@ -70,6 +70,9 @@ pub struct DeviceInfo {
     pub threads: usize,
     /// Bytes of tensors that the provider laid out anew when it took the model: column-major ones.
     pub repacked_bytes: u64,
+    /// How large the pieces of weights that are placed and copied as one should be, in bytes, unless somebody asks for
+    /// another size; 0 on a device that reads weights where they are.
+    pub piece_bytes: u64,
 }
 
 /// Names a recorded program.
@@ -91,6 +94,21 @@ pub trait Provider: Send {
 
     /// Bytes mapped in the range now, by the device's own count.
     fn mapped(&self, range: RangeKind) -> u64;
+
+    /// Bytes of device memory that [`Provider::attach`] took and keeps: vectors, tables, whatever the device needs to run
+    /// at all. 0 on a device without memory of its own.
+    fn fixed_bytes(&self) -> u64;
+
+    /// Backs `offset .. offset + bytes` of the range, which are multiples of the granule and not backed yet. On an error
+    /// nothing has changed.
+    fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError>;
+
+    /// After a fence that waits for everything that could touch them, gives the granules of `offset .. offset + bytes`
+    /// back. What they held is gone. On an error they are all still backed.
+    fn unmap(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError>;
+
+    /// Copies the bytes of `segments` from the host to where they say (`Place::Resident` or `Place::Slot`), and waits.
+    fn load(&mut self, segments: &[Segment]) -> Result<(), DeviceError>;
 
     /// Copies bytes inside a range, in order with the steps. Source and target don't overlap.
     fn copy_within(&mut self, range: RangeKind, from: u64, to: u64, bytes: u64) -> Result<(), DeviceError>;
