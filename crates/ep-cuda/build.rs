@@ -8,8 +8,13 @@
 //! ```text
 //! pip install nvidia-cuda-nvrtc-cu12 && cargo build -p headrace-ep-cuda
 //! ```
+//!
+//! A module whose sources and options are those of its last compilation in this build directory is not compiled again.
+//! `HEADRACE_PTX_TARGETS` (such as `90`, or `80,90`) leaves other targets out, for quick builds while kernels are written.
 
+use std::collections::hash_map::DefaultHasher;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
@@ -26,7 +31,7 @@ type Res<T> = Result<T, String>;
 
 fn main() {
     println!("cargo::rerun-if-changed=kernels");
-    for name in ["HEADRACE_NVRTC", "PYO3_PYTHON", "VIRTUAL_ENV", "CUDA_PATH", "CUDA_HOME"] {
+    for name in ["HEADRACE_NVRTC", "HEADRACE_PTX_TARGETS", "PYO3_PYTHON", "VIRTUAL_ENV", "CUDA_PATH", "CUDA_HOME"] {
         println!("cargo::rerun-if-env-changed={name}");
     }
     if let Err(message) = build() {
@@ -48,14 +53,12 @@ fn build() -> Res<()> {
         return write(&table, "&[]".as_bytes());
     }
     let dir = env_path("CARGO_MANIFEST_DIR").ok_or("CARGO_MANIFEST_DIR is not set")?.join("kernels");
-    let mut names: Vec<String> = std::fs::read_dir(&dir)
-        .map_err(|e| format!("{}: {e}", dir.display()))?
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter(|name| name.ends_with(".cu"))
-        .collect();
-    names.sort();
-    let nvrtc = Nvrtc::load(&find_nvrtc()?)?;
-    let jobs: Vec<(&str, u32)> = TARGETS.iter().flat_map(|&t| names.iter().map(move |n| (n.as_str(), t))).collect();
+    let modules = modules(&dir)?;
+    let targets = targets()?;
+    let library = find_nvrtc()?;
+    let headers = headers(&dir)?;
+    let nvrtc = Nvrtc::load(&library)?;
+    let jobs: Vec<(&ModuleSource, u32)> = targets.iter().flat_map(|&t| modules.iter().map(move |m| (m, t))).collect();
 
     // Compilations of different programs may run at once.
     let (next, errors) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
@@ -63,10 +66,16 @@ fn build() -> Res<()> {
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                while let Some(&(name, target)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some(&(module, target)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let path = out.join(format!("{}.{target}.ptx", module.name));
+                    let key = module.key(&headers, &library);
+                    if path.is_file() && std::fs::read_to_string(path.with_extension("key")).is_ok_and(|k| k == key) {
+                        continue;
+                    }
                     let done = nvrtc
-                        .compile(&dir, name, target)
-                        .and_then(|ptx| write(&out.join(format!("{name}.{target}.ptx")), &ptx));
+                        .compile(&dir, module, target)
+                        .and_then(|ptx| write(&path, &ptx))
+                        .and_then(|()| write(&path.with_extension("key"), key.as_bytes()));
                     if let (Err(message), Ok(mut errors)) = (done, errors.lock()) {
                         errors.push(message);
                     }
@@ -80,17 +89,92 @@ fn build() -> Res<()> {
     }
 
     let mut text = String::from("&[\n");
-    for target in TARGETS {
+    for target in targets {
         text += &format!("    Target {{ capability: {target}, modules: &[\n");
-        for name in &names {
-            let stem = name.trim_end_matches(".cu");
+        for ModuleSource { name, .. } in &modules {
             text += &format!(
-                "        Module {{ name: {stem:?}, ptx: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.{target}.ptx\")) }},\n"
+                "        Module {{ name: {name:?}, ptx: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.{target}.ptx\")) }},\n"
             );
         }
         text += "    ] },\n";
     }
     write(&table, (text + "]\n").as_bytes())
+}
+
+/// One module: a file of kernels, for one format class where the file is written for any.
+struct ModuleSource {
+    name: String,
+    text: String,
+    options: Vec<String>,
+}
+
+impl ModuleSource {
+    /// Changes whenever the module's PTX may.
+    fn key(&self, headers: &str, library: &Path) -> String {
+        let mut hasher = DefaultHasher::new();
+        (&self.text, &self.options, headers, library, OPTIONS).hash(&mut hasher);
+        format!("{:016x}", hasher.finish())
+    }
+}
+
+/// The targets to compile for.
+fn targets() -> Res<Vec<u32>> {
+    let Some(list) = std::env::var("HEADRACE_PTX_TARGETS").ok().filter(|l| !l.is_empty()) else {
+        return Ok(TARGETS.to_vec());
+    };
+    let chosen: Vec<u32> = TARGETS.into_iter().filter(|t| list.split(',').any(|l| l == t.to_string())).collect();
+    if chosen.is_empty() {
+        return Err(format!("HEADRACE_PTX_TARGETS: {list:?} names none of {TARGETS:?}"));
+    }
+    Ok(chosen)
+}
+
+/// All headers, one after the other.
+fn headers(dir: &Path) -> Res<String> {
+    let mut paths: Vec<PathBuf> = std::fs::read_dir(dir)
+        .map_err(|e| format!("{}: {e}", dir.display()))?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.extension().is_some_and(|e| e == "cuh"))
+        .collect();
+    paths.sort();
+    paths.iter().map(|path| std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))).collect()
+}
+
+/// All modules. A file that mentions `(FORMAT)` gives one for each line of `formats.txt`.
+fn modules(dir: &Path) -> Res<Vec<ModuleSource>> {
+    let read = |name: &str| {
+        let path = dir.join(name);
+        std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))
+    };
+    let formats = read("formats.txt")?;
+    let formats: Vec<(&str, &str, &str)> = formats
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| {
+            let mut words = line.splitn(3, ' ');
+            Some((words.next()?, words.next()?, words.next()?))
+        })
+        .collect();
+    let mut names: Vec<String> = std::fs::read_dir(dir)
+        .map_err(|e| format!("{}: {e}", dir.display()))?
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .filter(|name| name.ends_with(".cu"))
+        .collect();
+    names.sort();
+    let mut modules = Vec::new();
+    for name in &names {
+        let (text, stem) = (read(name)?, name.trim_end_matches(".cu"));
+        if !text.contains("(FORMAT)") {
+            modules.push(ModuleSource { name: stem.to_owned(), text, options: Vec::new() });
+            continue;
+        }
+        for &(class, switches, cpp) in &formats {
+            let mut options = vec![format!("-DFORMAT={cpp}")];
+            options.extend(switches.split(',').filter(|s| *s != "-").map(|s| format!("-D{s}")));
+            modules.push(ModuleSource { name: format!("{stem}.{class}"), text: text.clone(), options });
+        }
+    }
+    Ok(modules)
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Res<()> {
@@ -179,12 +263,12 @@ impl Nvrtc {
     }
 
     /// PTX of one file for one target, with the terminating zero.
-    fn compile(&self, dir: &Path, name: &str, target: u32) -> Res<Vec<u8>> {
-        let path = dir.join(name);
-        let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    fn compile(&self, dir: &Path, module: &ModuleSource, target: u32) -> Res<Vec<u8>> {
+        let name = &module.name;
         let c = |s: String| CString::new(s).map_err(|e| format!("{name}: {e}"));
-        let (text, c_name) = (c(text)?, c(name.to_owned())?);
+        let (text, c_name) = (c(module.text.clone())?, c(name.clone())?);
         let mut options = OPTIONS.map(str::to_owned).to_vec();
+        options.extend(module.options.iter().cloned());
         options.extend([format!("-arch=compute_{target}"), format!("-I{}", dir.display())]);
         let options = options.into_iter().map(c).collect::<Res<Vec<CString>>>()?;
         let option_ptrs: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();

@@ -81,6 +81,9 @@ struct ArgmaxArgs {
     u32 vocab, reserved;
 };
 
+struct ProbeArgs { const uint4* source; u64 count; u32* sink; };
+
+static_assert(sizeof(ProbeArgs) == 24, "abi");
 static_assert(sizeof(StepRef) == 32 && sizeof(Activation) == 32 && sizeof(LinearSegment) == 48, "abi");
 static_assert(sizeof(LinearArgs) == 96 + 48 * MAX_SEGMENTS && sizeof(QuantiseArgs) == 112, "abi");
 static_assert(sizeof(EmbedArgs) == 96 && sizeof(KvRef) == 48 && sizeof(RopeArgs) == 152, "abi");

@@ -329,11 +329,11 @@ template <bool HALF, int HG> __device__ __forceinline__ void split(const Attenti
 }
 
 #define ATTENTION(NAME, HALF, HG)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(128, HG == 8 ? 3 : 4) attention_direct_##NAME##_h##HG(                                \
+    extern "C" __global__ void __launch_bounds__(128, HG == 8 ? 2 : 4) attention_direct_##NAME##_h##HG(                                \
         const __grid_constant__ AttentionArgs a) {                                                                    \
         direct<HALF, HG>(a);                                                                                          \
     }                                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(128, HG == 8 ? 3 : 4) attention_split_##NAME##_h##HG(                                 \
+    extern "C" __global__ void __launch_bounds__(128, HG == 8 ? 2 : 4) attention_split_##NAME##_h##HG(                                 \
         const __grid_constant__ AttentionArgs a) {                                                                    \
         split<HALF, HG>(a);                                                                                           \
     }

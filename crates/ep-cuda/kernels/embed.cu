@@ -1,16 +1,9 @@
 // Embedding: one dequantised row of the table for each token row.
 //
 // Launch: block 128, grid (ceil(blocks of 32 / 128), token rows); a thread makes a block of 32. The table, or the rows that
-// the host gathered, may lie in host memory that the device can read.
+// the host gathered, may lie in host memory that the device can read. Compiled once for each format class (FORMAT).
 #include "formats.cuh"
-
-// Row of the planes that token row r reads.
-__device__ __forceinline__ size_t table_row(const EmbedArgs& a, u32 r) {
-    if (a.gathered) return r;
-    u32 token = a.step.rows[r].token;
-    if (token & 0x80000000u) token = a.feedback[token & 0x7fffffffu];
-    return token < a.vocab ? token : 0;
-}
+#include "table_row.cuh"
 
 template <class F> __device__ __forceinline__ void embed(const EmbedArgs& a) {
     wait_for_previous();
@@ -34,22 +27,4 @@ template <class F> __device__ __forceinline__ void embed(const EmbedArgs& a) {
     }
 }
 
-template <int TYPE> __device__ __forceinline__ void embed_dense(const EmbedArgs& a) {
-    wait_for_previous();
-    allow_next();
-    const u32 r = blockIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
-    if (r >= a.step.header->rows) return;
-    const u8* row = a.planes[0] + table_row(a, r) * a.cols * (TYPE == 0 ? 4 : 2);
-    for (u32 i = k; i < a.cols; i += gridDim.x * blockDim.x) a.out[(size_t)r * a.cols + i] = float_at(row, TYPE, i);
-}
-
-#define EMBED(NAME, F)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(128) embed_##NAME(const __grid_constant__ EmbedArgs a) { embed<F>(a); }
-FOR_EACH_FORMAT(EMBED)
-#define EMBED_DENSE(NAME, TYPE)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(128) embed_##NAME(const __grid_constant__ EmbedArgs a) {             \
-        embed_dense<TYPE>(a);                                                                                         \
-    }
-EMBED_DENSE(f32, 0)
-EMBED_DENSE(f16, 1)
-EMBED_DENSE(bf16, 2)
+extern "C" __global__ void __launch_bounds__(128) embed_rows(const __grid_constant__ EmbedArgs a) { embed<FORMAT>(a); }

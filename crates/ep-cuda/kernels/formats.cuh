@@ -354,14 +354,3 @@ struct Q6_K {
         f.s1 = __fmul_rn(d, (float)(signed char)(o.scales >> 8));
     }
 };
-
-typedef Planar4<true, false> P4h;
-typedef Planar4<true, true> P4hz;
-typedef Planar4<false, false> P4f;
-typedef Planar4<false, true> P4fz;
-
-// Every format class with its name in kernel names.
-#define FOR_EACH_FORMAT(X)                                                                                            \
-    X(p4h, P4h) X(p4hz, P4hz) X(p4f, P4f) X(p4fz, P4fz) X(p8, Planar8) X(p4s, PlanarHalves<4>)                       \
-    X(p8s, PlanarHalves<8>) X(q4_0, Q4_0) X(q4_1, Q4_1) X(q5_0, Q5_0) X(q5_1, Q5_1) X(q8_0, Q8_0)                    \
-    X(q4_k, SuperK<false>) X(q5_k, SuperK<true>) X(q6_k, Q6_K)

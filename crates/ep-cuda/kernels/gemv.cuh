@@ -143,12 +143,12 @@ template <class F, bool W16, int R, int RPT, int UN> __device__ __forceinline__ 
     }
 }
 
-#define GEMV(NAME, F, R, RPT, UN, BLOCKS)                                                                             \
+#define GEMV(R, RPT, UN, BLOCKS)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                         \
-        gemv_##NAME##_w16_r##R##_p##RPT##_u##UN(const __grid_constant__ LinearArgs a) {                               \
-        gemv<F, true, R, RPT, UN>(a);                                                                                 \
+        gemv_w16_r##R##_p##RPT##_u##UN(const __grid_constant__ LinearArgs a) {                                        \
+        gemv<FORMAT, true, R, RPT, UN>(a);                                                                            \
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                         \
-        gemv_##NAME##_w8_r##R##_p##RPT##_u##UN(const __grid_constant__ LinearArgs a) {                                \
-        gemv<F, false, R, RPT, UN>(a);                                                                                \
+        gemv_w8_r##R##_p##RPT##_u##UN(const __grid_constant__ LinearArgs a) {                                         \
+        gemv<FORMAT, false, R, RPT, UN>(a);                                                                           \
     }

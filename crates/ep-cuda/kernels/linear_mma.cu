@@ -3,7 +3,7 @@
 // A block makes 32 weight rows times NT * 8 token rows. Its eight warps are the contract's eight lanes: warp w takes the
 // blocks of 32 columns w, w + 8, ... A warp reads and unpacks one block of each of the 32 weight rows (a lane a row) into
 // its own shared memory, multiplies, and adds the scaled integer dots to its float accumulators; at the end the lanes are
-// added up in the contract's tree. So any format that formats.cuh knows is served.
+// added up in the contract's tree. Compiled once for each format class (FORMAT).
 //
 // Launch: block 256, grid (32-row tiles of the segments, ceil(token rows / (NT * 8))). `x.ld` is a multiple of 8.
 // Token rows between the step's and x.ld are read (whatever they hold) and their results dropped.
@@ -161,16 +161,16 @@ template <class F, bool W16, int NT> __device__ __forceinline__ void gemm(const 
     }
 }
 
-#define GEMM(NAME, F, NT)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(256, 2) gemm_##NAME##_w16_n##NT(                                     \
+#define GEMM(NT)                                                                                                      \
+    extern "C" __global__ void __launch_bounds__(256, FORMAT::HALVES ? 1 : 2) gemm_w16_n##NT(                         \
         const __grid_constant__ LinearArgs a) {                                                                       \
-        gemm<F, true, NT>(a);                                                                                         \
+        gemm<FORMAT, true, NT>(a);                                                                                    \
     }                                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(256, 2) gemm_##NAME##_w8_n##NT(                                      \
+    extern "C" __global__ void __launch_bounds__(256, FORMAT::HALVES ? 1 : 2) gemm_w8_n##NT(                          \
         const __grid_constant__ LinearArgs a) {                                                                       \
-        gemm<F, false, NT>(a);                                                                                        \
+        gemm<FORMAT, false, NT>(a);                                                                                   \
     }
-#define GENERIC(NAME, F) GEMM(NAME, F, 1) GEMM(NAME, F, 4)
-FOR_EACH_FORMAT(GENERIC)
+GEMM(1)
+GEMM(4)
 
 #endif

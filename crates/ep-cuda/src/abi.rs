@@ -267,7 +267,7 @@ pub struct AttentionArgs {
     pub out: u64,
     /// Partial results of the split kernel, [`AttentionArgs::partials_bytes`]; 0 for the direct kernel.
     pub partials: u64,
-    /// `u32 [rows][kv_heads]`, zero before the first launch; each launch leaves them zero.
+    /// `u32 [rows][heads]`, zero before the first launch; each launch leaves them zero.
     pub tickets: u64,
     /// Query heads.
     pub heads: u32,
@@ -339,6 +339,18 @@ impl ArgmaxArgs {
     pub const SCRATCH_BYTES: usize = 16;
 }
 
+/// Argument of the kernel that measures how fast memory can be read.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProbeArgs {
+    /// What is read.
+    pub source: u64,
+    /// Pieces of 16 bytes.
+    pub count: u64,
+    /// A `u32` that may be written.
+    pub sink: u64,
+}
+
 /// Storage of a vector of floats (bias, norm weight): the format of the file, read exactly.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -364,4 +376,5 @@ const _: () = {
     assert!(size_of::<AttentionArgs>() == 144 && std::mem::offset_of!(AttentionArgs, heads) == 112);
     assert!(size_of::<ArgmaxArgs>() == 88);
     assert!(size_of::<ArgmaxResult>() == 8);
+    assert!(size_of::<ProbeArgs>() == 24);
 };

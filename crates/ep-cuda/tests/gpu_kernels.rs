@@ -1,1 +1,68 @@
-fn main() {}
+//! Every kernel against the arithmetic contract, bit for bit, on a GPU; and, with `bench`, the speed of linear layers.
+//!
+//! Prints `N passed, M failed, K skipped`; without a usable device everything is skipped, and that is counted.
+//! `gpu_kernels [filter]` runs the tests whose name contains the filter; `gpu_kernels bench` measures and writes
+//! `kernels.json` to the directory in `OUT`.
+
+#[path = "gpu/attention.rs"]
+mod attention;
+#[path = "gpu/bench.rs"]
+mod bench;
+#[path = "gpu/device.rs"]
+mod device;
+#[path = "gpu/linear.rs"]
+mod linear;
+#[path = "gpu/rows.rs"]
+mod rows;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use device::Gpu;
+
+type Test = (&'static str, fn(&Gpu));
+
+const TESTS: &[Test] = &[
+    ("quantise", rows::quantise),
+    ("norm", rows::norm),
+    ("swiglu", rows::swiglu),
+    ("embed", rows::embed),
+    ("argmax", rows::argmax),
+    ("linear_quantised", linear::quantised),
+    ("linear_extremes", linear::extremes),
+    ("linear_dense", linear::dense),
+    ("linear_segments", linear::segments),
+    ("rope_append", attention::rope_append),
+    ("attention", attention::attention),
+    ("attention_long", attention::long),
+];
+
+fn main() {
+    // The standard harness's arguments (such as --nocapture) mean nothing here.
+    let filter = std::env::args().skip(1).find(|a| !a.starts_with('-')).unwrap_or_default();
+    let gpu = match Gpu::open() {
+        Ok(gpu) => gpu,
+        Err(reason) => {
+            println!("no usable CUDA device: {reason}");
+            println!("0 passed, 0 failed, {} skipped", TESTS.len());
+            return;
+        }
+    };
+    println!("{}", gpu.describe());
+    if filter == "bench" {
+        bench::run(&gpu);
+        return;
+    }
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    for (name, test) in TESTS {
+        if !name.contains(&filter) {
+            skipped += 1;
+            continue;
+        }
+        let start = std::time::Instant::now();
+        let ok = catch_unwind(AssertUnwindSafe(|| test(&gpu))).is_ok();
+        println!("{name}: {} ({:.1} s)", if ok { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
+        if ok { passed += 1 } else { failed += 1 }
+    }
+    println!("{passed} passed, {failed} failed, {skipped} skipped");
+    std::process::exit(i32::from(failed > 0));
+}

@@ -30,12 +30,27 @@ def package_file(pattern):
     sys.exit(f"not found: nvidia/{pattern}; pip install nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvcc-cu12")
 
 
-def ptx(lib, source, target):
+def jobs(names):
+    """Modules: (name, source file, extra options). Files that mention FORMAT give one for each format class."""
+    with open(os.path.join(KERNELS, "formats.txt"), encoding="utf-8") as f:
+        formats = [line.split(maxsplit=2) for line in f if line.strip() and not line.startswith("#")]
+    for source in names:
+        with open(os.path.join(KERNELS, source), encoding="utf-8") as f:
+            generic = "(FORMAT)" in f.read()
+        if not generic:
+            yield source[:-3], source, []
+            continue
+        for name, options, cpp in formats:
+            defines = [f"-D{o}" for o in options.split(",") if o != "-"]
+            yield f"{source[:-3]}.{name}", source, [f"-DFORMAT={cpp.strip()}", *defines]
+
+
+def ptx(lib, source, extra, target):
     with open(os.path.join(KERNELS, source), encoding="utf-8") as f:
         text = f.read().encode()
     prog = ctypes.c_void_p()
     lib.nvrtcCreateProgram(ctypes.byref(prog), text, source.encode(), 0, None, None)
-    options = [o.encode() for o in [*OPTIONS, f"-arch=compute_{target}", f"-I{KERNELS}"]]
+    options = [o.encode() for o in [*OPTIONS, *extra, f"-arch=compute_{target}", f"-I{KERNELS}"]]
     rc = lib.nvrtcCompileProgram(prog, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     lib.nvrtcGetProgramLogSize(prog, ctypes.byref(size))
@@ -53,9 +68,9 @@ def ptx(lib, source, target):
 
 
 def one(job):
-    source, target = job
+    (module, source, extra), target = job
     lib = ctypes.CDLL(package_file("cuda_nvrtc/lib/libnvrtc.so.*"))
-    code = ptx(lib, source, target)
+    code = ptx(lib, source, extra, target)
     lines, bad = [], 0
     with tempfile.TemporaryDirectory() as tmp:
         path = os.path.join(tmp, "k.ptx")
@@ -68,7 +83,7 @@ def one(job):
                 text=True,
             )
             if done.returncode:
-                return [f"{source} sm_{arch}: {done.stderr}"], 1
+                return [f"{module} sm_{arch}: {done.stderr}"], 1
             name, spill = "", ""
             for line in done.stderr.splitlines():
                 if m := re.search(r"Compiling entry function '(\w+)'", line):
@@ -78,7 +93,7 @@ def one(job):
                 elif m := re.search(r"Used (\d+) registers", line):
                     stack = spill and f"  SPILLS: {spill}"
                     bad += bool(spill)
-                    lines.append(f"sm_{arch} {source:18} {name:36} {m.group(1):>4} registers{stack}")
+                    lines.append(f"sm_{arch} {module:18} {name:30} {m.group(1):>4} registers{stack}")
     return lines, bad
 
 
@@ -92,7 +107,7 @@ def main():
     targets = [args.target] if args.target else sorted(TARGETS)
     failures = 0
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        for lines, bad in pool.map(one, [(n, t) for t in targets for n in names]):
+        for lines, bad in pool.map(one, [(j, t) for t in targets for j in jobs(names)]):
             print("\n".join(lines), flush=True)
             failures += bad
     print(f"{failures} kernels spill or fail")

@@ -1,0 +1,186 @@
+//! Speed of all linear layers of a 14B-shaped model, against the memory's measured read rate.
+
+use cudarc::driver::{result, sys};
+use headrace_ep_cuda::abi::{LinearArgs, LinearSegment, ProbeArgs};
+use headrace_ep_cuda::launch::{LinearVariant, Queue};
+use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::format::{Format, Nbits, ScaleType, ZeroPoint};
+use rand::{RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Value, json};
+
+use crate::device::{ActMem, Gpu, Mem, Step, WIDTHS, ordinary};
+
+const LAYERS: usize = 48;
+/// Rows and columns of qkv, o, gate and up, down.
+const SHAPES: [(&str, usize, usize); 4] =
+    [("qkv", 7168, 5120), ("o", 5120, 5120), ("gate_up", 27648, 5120), ("down", 5120, 13824)];
+const HEAD: (&str, usize, usize) = ("lm_head", 152_064, 5120);
+const FORMAT: Format = Format::Nbits(Nbits { bits: 4, block: 32, scale: ScaleType::F16, zero: ZeroPoint::Midpoint });
+
+/// Median milliseconds of a captured graph of what `record` launches.
+fn time(gpu: &Gpu, record: &dyn Fn()) -> f64 {
+    let stream = gpu.stream.cu_stream();
+    // SAFETY: a capture on our own stream; graph and events are destroyed below.
+    unsafe {
+        result::stream::begin_capture(stream, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            .expect("capture");
+        record();
+        let graph = result::stream::end_capture(stream).expect("capture");
+        let mut exec = std::ptr::null_mut();
+        sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0).result().expect("instantiate");
+        let (mut a, mut b) = (std::ptr::null_mut(), std::ptr::null_mut());
+        sys::cuEventCreate(&mut a, 0).result().expect("event");
+        sys::cuEventCreate(&mut b, 0).result().expect("event");
+        let mut times = Vec::new();
+        for i in 0..14 {
+            sys::cuEventRecord(a, stream).result().expect("record");
+            sys::cuGraphLaunch(exec, stream).result().expect("launch");
+            sys::cuEventRecord(b, stream).result().expect("record");
+            sys::cuEventSynchronize(b).result().expect("the graph runs");
+            let mut ms = 0f32;
+            sys::cuEventElapsedTime(&mut ms, a, b).result().expect("elapsed");
+            if i > 2 {
+                times.push(f64::from(ms));
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        let _ = (sys::cuEventDestroy_v2(a), sys::cuEventDestroy_v2(b));
+        let _ = (sys::cuGraphExecDestroy(exec), sys::cuGraphDestroy(graph));
+        times[times.len() / 2]
+    }
+}
+
+struct Layer {
+    segment: LinearSegment,
+    cols: usize,
+    shape: usize,
+    bytes: usize,
+    _mem: [Mem; 2],
+}
+
+fn layer(shape: usize, (_, rows, cols): (&str, usize, usize), noise: &[u8]) -> Layer {
+    let plane = |p: usize| Mem::new(rows * FORMAT.row_bytes(p, cols));
+    let mem = [plane(0), plane(1)];
+    for (p, m) in mem.iter().enumerate() {
+        let len = rows * FORMAT.row_bytes(p, cols);
+        let mut at = 0;
+        while at < len {
+            let n = noise.len().min(len - at);
+            // Scales: halves near 0.01, from the same noise.
+            let piece: Vec<u8> = if p == 0 {
+                noise[..n].to_vec()
+            } else {
+                noise[..n].chunks(2).flat_map(|c| [c[0], 0x20]).take(n).collect()
+            };
+            // SAFETY: inside the allocation.
+            unsafe { result::memcpy_htod_sync(m.ptr + at as u64, &piece) }.expect("copy");
+            at += n;
+        }
+    }
+    let segment = LinearSegment { planes: [mem[0].ptr, mem[1].ptr, 0], rows: rows as u32, ..Default::default() };
+    Layer { segment, cols, shape, bytes: rows * FORMAT.total_row_bytes(cols), _mem: mem }
+}
+
+pub fn run(gpu: &Gpu) {
+    let mut rng = ChaCha8Rng::seed_from_u64(30);
+    let mut noise = vec![0u8; 32 << 20];
+    rng.fill_bytes(&mut noise);
+    let mut layers = Vec::new();
+    for _ in 0..LAYERS {
+        for (i, shape) in SHAPES.into_iter().enumerate() {
+            layers.push(layer(i, shape, &noise));
+        }
+    }
+    layers.push(layer(SHAPES.len(), HEAD, &noise));
+    let total: usize = layers.iter().map(|l| l.bytes).sum();
+    let ceiling = ceiling(gpu, &layers);
+    println!(
+        "weights {:.3} GB; read ceiling {ceiling:.0} GB/s = {:.3} ms a step",
+        total as f64 / 1e9,
+        total as f64 / ceiling / 1e6
+    );
+    let mut report: Vec<Value> = Vec::new();
+    let out = Mem::new(64 * HEAD.1 * 4);
+    for tokens in [1, 2, 4, 8, 16, 32] {
+        let step = Step::rows(tokens);
+        for (w, width) in WIDTHS.into_iter().enumerate() {
+            let kernels = &gpu.kernels[w];
+            let acts: Vec<ActMem> = [5120, 13824]
+                .into_iter()
+                .map(|cols| {
+                    let rows: Vec<Vec<f32>> = (0..tokens).map(|_| ordinary(&mut rng, cols)).collect();
+                    ActMem::of(&rows, tokens.next_multiple_of(8), width).0
+                })
+                .collect();
+            let go = |queue: Queue, l: &Layer, variant: Option<LinearVariant>| {
+                let x = acts[usize::from(l.cols != 5120)].at;
+                let args = LinearArgs { step: step.at, x, out: out.ptr, out_ld: l.segment.rows, ..Default::default() };
+                let segments = [l.segment];
+                // SAFETY: every buffer has the size that the shapes need.
+                unsafe {
+                    match variant {
+                        Some(v) => kernels.linear_as(queue, FORMAT, v, &args, &segments, tokens),
+                        None => kernels.linear(queue, FORMAT, &args, &segments, tokens),
+                    }
+                }
+            };
+            let bits = if width == ActivationWidth::Int16 { 16 } else { 8 };
+            let mut line = |what: String, bytes: usize, ms: f64| {
+                let rate = bytes as f64 / ms / 1e6;
+                println!(
+                    "rows {tokens:2} int{bits:<2} {what:44} {ms:8.4} ms {rate:6.0} GB/s {:5.1}% of the ceiling",
+                    rate / ceiling * 100.0
+                );
+                report.push(json!({"rows": tokens, "bits": bits, "what": what, "ms": ms, "gb_per_s": rate, "share": rate / ceiling}));
+            };
+            for overlap in [false, true] {
+                let queue = Queue { overlap: overlap && kernels.capability() >= 90, ..gpu.queue() };
+                let ms = time(gpu, &|| layers.iter().for_each(|l| go(queue, l, None).expect("launch")));
+                line(format!("all layers, chosen forms, overlap {overlap}"), total, ms);
+            }
+            if ![1, 4, 8, 32].contains(&tokens) {
+                continue;
+            }
+            // Each form on each shape, over all layers of the shape.
+            for (i, shape) in SHAPES.iter().chain([&HEAD]).enumerate() {
+                let mine: Vec<&Layer> = layers.iter().filter(|l| l.shape == i).collect();
+                let bytes = mine.iter().map(|l| l.bytes).sum();
+                for variant in LinearVariant::all(FORMAT, kernels.capability(), shape.2) {
+                    let useful = match variant {
+                        LinearVariant::Gemv { rows, .. } => rows as usize <= tokens && tokens <= 4,
+                        _ => tokens > 1,
+                    };
+                    if !useful || go(gpu.queue(), mine[0], Some(variant)).is_err() {
+                        continue;
+                    }
+                    gpu.sync();
+                    let ms = time(gpu, &|| {
+                        mine.iter().for_each(|l| go(gpu.queue(), l, Some(variant)).expect("launch"));
+                    });
+                    line(format!("{} {variant:?}", shape.0), bytes, ms);
+                }
+            }
+        }
+    }
+    if let Some(dir) = std::env::var_os("OUT") {
+        let path = std::path::Path::new(&dir).join("kernels.json");
+        let text =
+            json!({"device": gpu.describe(), "ceiling_gb_per_s": ceiling, "weights_bytes": total, "results": report});
+        std::fs::write(path, text.to_string()).expect("write");
+    }
+}
+
+/// GB/s of a kernel that only reads, over the planes of codes of every layer.
+fn ceiling(gpu: &Gpu, layers: &[Layer]) -> f64 {
+    let sink = Mem::new(4);
+    let codes = |l: &Layer| l.segment.rows as usize * FORMAT.row_bytes(0, l.cols);
+    let ms = time(gpu, &|| {
+        for l in layers.iter().filter(|l| codes(l) > 50 << 20) {
+            let args = ProbeArgs { source: l.segment.planes[0], count: (codes(l) / 16) as u64, sink: sink.ptr };
+            // SAFETY: inside the plane.
+            unsafe { gpu.kernels[0].read_all(gpu.queue(), &args) }.expect("launch");
+        }
+    });
+    layers.iter().map(codes).filter(|&n| n > 50 << 20).sum::<usize>() as f64 / ms / 1e6
+}
