@@ -2,7 +2,36 @@
 //! with them.
 //!
 //! `abi` holds what the host and the kernels share, `ptx` the embedded device code, `launch` one function a kernel.
+//! `driver`, `context`, `stream`, `events` wrap the driver; `physical`, `granules`, `arena` are device memory;
+//! `host_memory`, `host_weights`, `upload` are where weights come from. A program becomes a `plan`, which `bind` turns into
+//! kernel arguments and `graph` captures; `recorded` holds what a program owns, `step` runs one step, `provider` ties it
+//! together.
 
 pub mod abi;
+pub mod arena;
+mod attached;
+pub mod bind;
+pub mod buckets;
+pub mod context;
+pub mod descriptor;
+pub mod driver;
+pub mod events;
+pub mod granules;
+pub mod graph;
+pub mod host_memory;
+pub mod host_weights;
 pub mod launch;
+pub mod launcher;
+mod layout;
+pub mod nvml;
+pub mod overhead;
+pub mod physical;
+pub mod plan;
+pub mod provider;
 pub mod ptx;
+mod recorded;
+mod step;
+pub mod stream;
+pub mod upload;
+
+pub use provider::{CudaCounters, CudaProvider};

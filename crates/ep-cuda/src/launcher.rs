@@ -1,0 +1,19 @@
+//! The one door from bound arguments to kernels.
+
+use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::format::Format;
+
+use crate::bind::Launch;
+use crate::stream::Stream;
+
+/// Something that launches kernels on a stream.
+pub trait Launcher: Send {
+    /// The kernels' name in [`headrace_provider::DeviceInfo`], such as `sm_90`.
+    fn name(&self) -> String;
+
+    /// Loads what launches of these formats and this width of activations need, so that nothing is loaded in a capture.
+    fn prepare(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), String>;
+
+    /// Queues one launch, sized for `rows` rows. Allocates nothing on the device.
+    fn launch(&self, stream: &Stream, launch: &Launch, rows: usize, width: ActivationWidth) -> Result<(), String>;
+}

@@ -1,0 +1,230 @@
+//! A recorded program: its plan, its memory, and the graphs that were captured of it.
+
+use std::collections::HashMap;
+
+use headrace_model::ModelSpec;
+use headrace_model::spec::TensorId;
+use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::format::Format;
+use headrace_provider::{Buffer, Place, RangeKind, Segment, StepProgram};
+
+use crate::abi::{Activation, ArgmaxArgs, ArgmaxResult};
+use crate::bind::leading_rows;
+use crate::buckets::{GraphKey, PARTIALS_BYTES, attention_chunks, bucket, partials_bytes};
+use crate::descriptor::{DescriptorLayout, StepWriter};
+use crate::graph::StepGraph;
+use crate::host_memory::PinnedBuffer;
+use crate::layout::Cursor;
+use crate::plan::{Action, CapturePlan, Task, slab};
+
+/// Offsets in the scratch range, which all programs share: nothing in it outlives a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ScratchLayout {
+    /// Codes of the activation.
+    pub codes: u64,
+    /// Step sizes and sums.
+    pub steps: u64,
+    /// Floats of the activation.
+    pub floats: u64,
+    /// Attention's partial results.
+    pub partials: u64,
+    /// Bytes of all of it.
+    pub bytes: u64,
+}
+
+impl ScratchLayout {
+    /// What a plan needs.
+    pub fn new(plan: &CapturePlan, program: &StepProgram, model: &ModelSpec, positions: usize) -> ScratchLayout {
+        let (rows, config) = (leading_rows(program.max_rows), &model.config);
+        let wide = program.activations == ActivationWidth::Int16;
+        let mut cursor = Cursor::default();
+        let codes = cursor.take(Activation::codes_bytes(plan.codes_width, rows, wide) as u64);
+        let steps = cursor.take(Activation::steps_bytes(plan.codes_width, rows) as u64);
+        let floats = cursor.take(Activation::floats_bytes(plan.floats_width, rows) as u64);
+        let partials =
+            cursor.take(partials_bytes(program.max_rows, config.heads, config.head_dim, positions, PARTIALS_BYTES));
+        ScratchLayout { codes, steps, floats, partials, bytes: cursor.bytes() }
+    }
+}
+
+/// Offsets in a program's own region: what must keep its value from step to step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StateLayout {
+    /// The step descriptor.
+    pub descriptor: u64,
+    /// Tokens by sequence.
+    pub feedback: u64,
+    /// Tickets of attention.
+    pub tickets: u64,
+    /// Scratch of the arg-maximum.
+    pub scratch: u64,
+    /// Results of the arg-maximum.
+    pub results: u64,
+    /// Bytes of all of it.
+    pub bytes: u64,
+}
+
+impl StateLayout {
+    /// What a program needs.
+    pub fn new(descriptor: &DescriptorLayout, model: &ModelSpec) -> StateLayout {
+        let (rows, wanted) = (descriptor.max_rows as u64, descriptor.max_wanted.max(1) as u64);
+        let mut cursor = Cursor::default();
+        let at = cursor.take(descriptor.bytes() as u64);
+        let feedback = cursor.take(rows * 4);
+        let tickets = cursor.take(rows.saturating_mul(model.config.kv_heads as u64 * 4));
+        let scratch = cursor.take(wanted * ArgmaxArgs::SCRATCH_BYTES as u64);
+        let results = cursor.take(wanted * size_of::<ArgmaxResult>() as u64);
+        StateLayout { descriptor: at, feedback, tickets, scratch, results, bytes: cursor.bytes() }
+    }
+
+    /// The region's first contents: zero, but for the scratch of the arg-maximum.
+    pub fn image(&self, wanted: usize) -> Vec<u8> {
+        let mut bytes = vec![0u8; usize::try_from(self.bytes).unwrap_or_default()];
+        let scratch = bytes.get_mut(self.scratch as usize..).unwrap_or_default();
+        for row in scratch.chunks_exact_mut(ArgmaxArgs::SCRATCH_BYTES).take(wanted.max(1)) {
+            let words = row.chunks_exact_mut(4).zip(ArgmaxArgs::SCRATCH_INIT);
+            words.for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
+        }
+        bytes
+    }
+}
+
+/// Offsets in a program's pinned buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostLayout {
+    /// The step descriptor.
+    pub descriptor: u64,
+    /// Results of the arg-maximum.
+    pub results: u64,
+    /// The flag.
+    pub flag: u64,
+    /// Gathered embedding rows, by plane.
+    pub gathered: [u64; 3],
+    /// Bytes of all of it.
+    pub bytes: u64,
+}
+
+impl HostLayout {
+    /// What a program needs.
+    pub fn new(descriptor: &DescriptorLayout, plan: &CapturePlan, model: &ModelSpec) -> HostLayout {
+        let mut cursor = Cursor::default();
+        let at = cursor.take(descriptor.bytes() as u64);
+        let results = cursor.take(descriptor.max_wanted.max(1) as u64 * size_of::<ArgmaxResult>() as u64);
+        let flag = cursor.take(4);
+        let mut gathered = [0; 3];
+        if let Some(table) = plan.table.and_then(|t| model.tensors.get(t.0)) {
+            for (plane, offset) in gathered.iter_mut().enumerate() {
+                let row = table.format.row_bytes(plane, table.cols) as u64;
+                *offset = cursor.take(row.saturating_mul(descriptor.max_rows as u64));
+            }
+        }
+        HostLayout { descriptor: at, results, flag, gathered, bytes: cursor.bytes() }
+    }
+}
+
+/// A program that was recorded.
+pub struct Recorded {
+    /// The program's sizes; its instructions are in the plan.
+    pub program: StepProgram,
+    /// What is captured.
+    pub plan: CapturePlan,
+    /// The descriptor.
+    pub descriptor: DescriptorLayout,
+    /// Scratch.
+    pub scratch: ScratchLayout,
+    /// Own region.
+    pub state: StateLayout,
+    /// Offset of the own region in its range.
+    pub state_offset: u64,
+    /// Bytes mapped for it.
+    pub state_bytes: u64,
+    /// Pinned buffer.
+    pub host: PinnedBuffer,
+    /// Its layout.
+    pub host_layout: HostLayout,
+    /// Mapped bytes that a replay touches: range, offset, bytes.
+    pub needs: Vec<(RangeKind, u64, u64)>,
+    /// Count of unmappings up to which `needs` is known to be mapped.
+    pub checked: u64,
+    /// Graphs by what they are for.
+    pub graphs: HashMap<GraphKey, StepGraph>,
+    /// Writes descriptors.
+    pub writer: StepWriter,
+    /// Number of the last step.
+    pub serial: u32,
+}
+
+impl Recorded {
+    /// The graph that serves a step.
+    pub fn key(&self, rows: usize, wanted: usize, positions: usize, model: &ModelSpec) -> GraphKey {
+        let rows = bucket(rows, self.program.max_rows);
+        let (heads, head_dim) = (model.config.heads, model.config.head_dim);
+        let attends = self.plan.tasks().any(|t| matches!(t, Task::Attention(_)));
+        let chunks = attention_chunks(rows, heads, head_dim, positions, PARTIALS_BYTES);
+        GraphKey {
+            rows,
+            wanted: bucket(wanted, self.program.max_wanted.max(1)),
+            chunks: if attends { chunks } else { 0 },
+        }
+    }
+}
+
+/// Every byte of the four ranges that a replay touches, runs that follow one another joined.
+pub fn needs(plan: &CapturePlan, program: &StepProgram, model: &ModelSpec) -> Vec<(RangeKind, u64, u64)> {
+    let mut needs = vec![(RangeKind::Workspace, 0, program.workspace_bytes(&model.config))];
+    if program.slots > 0 {
+        needs.push((RangeKind::Staging, 0, program.slot_bytes.saturating_mul(u64::from(program.slots))));
+    }
+    let mut resident: Vec<(u64, u64)> = Vec::new();
+    let mut add = |segment: &Segment| {
+        if let (Place::Resident { offset }, Some(tensor)) = (segment.place, model.tensors.get(segment.tensor.0))
+            && let Some((_, bytes)) = slab(tensor, segment.rows)
+        {
+            resident.push((offset, bytes));
+        }
+    };
+    for action in &plan.actions {
+        match action {
+            Action::Launch(Task::Linear(l)) => l.parts.iter().for_each(|p| add(&p.segment)),
+            Action::CopyIn(segment) => add(segment),
+            _ => {}
+        }
+    }
+    resident.sort_unstable();
+    let mut joined: Vec<(u64, u64)> = Vec::new();
+    for (offset, bytes) in resident {
+        match joined.last_mut() {
+            Some((from, len)) if offset <= *from + *len + headrace_provider::program::PLANE_ALIGN as u64 => {
+                *len = (*len).max(offset + bytes - *from);
+            }
+            _ => joined.push((offset, bytes)),
+        }
+    }
+    needs.extend(joined.into_iter().map(|(offset, bytes)| (RangeKind::Weights, offset, bytes)));
+    needs
+}
+
+/// Every weight format that the launches of a plan read.
+pub fn formats(plan: &CapturePlan, model: &ModelSpec) -> Vec<Format> {
+    let mut formats = Vec::new();
+    let mut add = |id: TensorId| {
+        if let Some(tensor) = model.tensors.get(id.0)
+            && !formats.contains(&tensor.format)
+        {
+            formats.push(tensor.format);
+        }
+    };
+    for task in plan.tasks() {
+        match task {
+            Task::Embed(table) => add(*table),
+            Task::Linear(l) => l.parts.iter().for_each(|p| add(p.segment.tensor)),
+            _ => {}
+        }
+    }
+    formats
+}
+
+/// Byte offset of each float buffer in the workspace range.
+pub fn buffer_offsets(program: &StepProgram, model: &ModelSpec) -> [u64; 5] {
+    Buffer::ALL.map(|buffer| program.buffer_offset(&model.config, buffer))
+}
