@@ -12,7 +12,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::device::{Gpu, Mem, Step, assert_same, ordinary};
+use crate::device::{Gpu, Mem, Step, assert_same, each, ordinary};
 use crate::linear::vector_bytes;
 
 const LAYERS: usize = 2;
@@ -63,7 +63,7 @@ fn tables(rng: &mut ChaCha8Rng, g: &KvGeometry, lengths: &[usize]) -> (Vec<u32>,
 
 pub fn rope_append(gpu: &Gpu) {
     let mut rng = ChaCha8Rng::seed_from_u64(20);
-    for case in 0..48 {
+    each(0..48, |case: usize| {
         let (heads, kv_heads) = [(9, 3), (4, 4), (40, 8), (3, 1)][case % 4];
         let head_dim = [64, 128, 20, 80, 7, 256][case / 2 % 6];
         let dims = if case % 3 == 0 { head_dim / 4 * 2 } else { head_dim / 2 * 2 };
@@ -152,7 +152,7 @@ pub fn rope_append(gpu: &Gpu) {
             assert_same(&got[range.clone()], &want_q[range], &|| format!("case {case}: queries of row {r}"));
         }
         assert!(store.read::<u8>(want_kv.len()) == want_kv, "case {case}: pages");
-    }
+    });
 }
 
 struct Case {
@@ -241,7 +241,7 @@ fn run(gpu: &Gpu, rng: &mut ChaCha8Rng, case: &Case, name: &str) {
 
 pub fn attention(gpu: &Gpu) {
     let mut rng = ChaCha8Rng::seed_from_u64(21);
-    for i in 0..64 {
+    each(0..64, |i: usize| {
         let (heads, kv_heads) = [(9, 3), (4, 4), (40, 8), (14, 2), (6, 3), (20, 1), (8, 1)][i % 7];
         let dim = [64, 128, 20, 80, 7, 256, 36][i / 2 % 7];
         let g = KvGeometry {
@@ -261,7 +261,7 @@ pub fn attention(gpu: &Gpu) {
         let mut rows = vec![(0, 0), (1, rng.random_range(0..200)), (1, 199), (2, lengths[2] - 1)];
         rows.extend((31..34).map(|p| (1, p)));
         run(gpu, &mut rng, &Case { heads, kv_heads, g, params, lengths, rows }, "attention");
-    }
+    });
 }
 
 /// Contexts of more chunks than a combining tile of 32, and scores far apart.

@@ -240,18 +240,18 @@ pub fn same(a: f32, b: f32) -> bool {
 /// Fails with the first difference.
 pub fn assert_same(got: &[f32], want: &[f32], what: &dyn Fn() -> String) {
     assert_eq!(got.len(), want.len(), "{}", what());
-    if let Some(i) = (0..got.len()).find(|&i| !same(got[i], want[i])) {
-        let bad = (0..got.len()).filter(|&i| !same(got[i], want[i])).count();
-        panic!(
-            "{}: {bad} of {} differ, first at {i}: {:?} ({:08x}), not {:?} ({:08x})",
-            what(),
-            got.len(),
-            got[i],
-            got[i].to_bits(),
-            want[i],
-            want[i].to_bits()
-        );
-    }
+    let bad = (0..got.len()).filter(|&i| !same(got[i], want[i])).count();
+    let i = (0..got.len()).find(|&i| !same(got[i], want[i])).unwrap_or(0);
+    assert!(
+        bad == 0,
+        "{}: {bad} of {} differ, first at {i}: {:?} ({:08x}), not {:?} ({:08x})",
+        what(),
+        got.len(),
+        got[i],
+        got[i].to_bits(),
+        want[i],
+        want[i].to_bits()
+    );
 }
 
 /// Values as activations have them.
@@ -279,4 +279,14 @@ pub fn extreme(rng: &mut ChaCha8Rng, n: usize, broken: bool) -> Vec<f32> {
         }
     }
     x
+}
+
+/// Runs `test` on every item, also after failures, so that one run shows everything that is wrong.
+pub fn each<T>(items: impl IntoIterator<Item = T>, mut test: impl FnMut(T)) {
+    let mut failed = 0;
+    for item in items {
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(item)));
+        failed += usize::from(done.is_err());
+    }
+    assert_eq!(failed, 0, "parts that failed");
 }

@@ -8,7 +8,7 @@ use headrace_numerics::linear::{dense_dot, epilogue, quantised_dot};
 use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::device::{ActMem, Gpu, Mem, Step, WIDTHS, assert_same, extreme, formats, ordinary};
+use crate::device::{ActMem, Gpu, Mem, Step, WIDTHS, assert_same, each, extreme, formats, ordinary};
 
 /// Bytes of a vector stored as `FloatType` number `kind`, and the values that they read back as.
 pub fn vector_bytes(x: &[f32], kind: u32) -> (Vec<u8>, Vec<f32>) {
@@ -150,14 +150,14 @@ fn check(gpu: &Gpu, rng: &mut ChaCha8Rng, format: Format, rows: usize, cols: usi
 
 pub fn quantised(gpu: &Gpu) {
     let mut rng = ChaCha8Rng::seed_from_u64(10);
-    for format in formats().into_iter().filter(|f| f.is_quantised()) {
+    each(formats().into_iter().filter(|f| f.is_quantised()), |format| {
         for cols in columns(format) {
             for tokens in [1, 2, 3, 5, 8, 9, 17, 33, 40] {
                 let rows = rng.random_range(1..70);
                 check(gpu, &mut rng, format, rows, cols, tokens, false);
             }
         }
-    }
+    });
     // The shapes that the tuned forms are for.
     for format in formats()
         .into_iter()
@@ -171,13 +171,13 @@ pub fn quantised(gpu: &Gpu) {
 
 pub fn extremes(gpu: &Gpu) {
     let mut rng = ChaCha8Rng::seed_from_u64(11);
-    for format in formats() {
+    each(formats(), |format| {
         for cols in columns(format) {
             for tokens in [1, 3, 6, 19] {
                 check(gpu, &mut rng, format, 37, cols, tokens, true);
             }
         }
-    }
+    });
 }
 
 pub fn dense(gpu: &Gpu) {
@@ -195,7 +195,7 @@ pub fn dense(gpu: &Gpu) {
 /// Several segments, biases of every type, residuals, wanted rows, gaps in the output, more segments than a launch takes.
 pub fn segments(gpu: &Gpu) {
     let mut rng = ChaCha8Rng::seed_from_u64(13);
-    for format in formats() {
+    each(formats(), |format| {
         let cols = if format.col_multiple() == 256 { 512 } else { 160 };
         for (count, tokens) in [(1, 1), (3, 1), (3, 4), (2, 9), (11, 2), (9, 20)] {
             let sizes: Vec<usize> = (0..count).map(|_| rng.random_range(1..45)).collect();
@@ -256,5 +256,5 @@ pub fn segments(gpu: &Gpu) {
                 });
             }
         }
-    }
+    });
 }
