@@ -54,7 +54,8 @@ impl Drop for Capture<'_> {
 }
 
 impl StepGraph {
-    /// Captures a plan in its order: `issue` launches or copies on the streams for every action that isn't an event.
+    /// Captures a plan in its order: `issue` sees every action, and launches or copies on the streams for those
+    /// that aren't events.
     ///
     /// # Errors
     /// What `issue` says, or the driver.
@@ -90,8 +91,9 @@ impl StepGraph {
             match action {
                 Action::Signal(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).record(event))?,
                 Action::Await(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).wait_for(event))?,
-                Action::Launch(_) | Action::CopyIn(_) => issue(action)?,
+                Action::Launch(_) | Action::CopyIn(_) => {}
             }
+            issue(action)?;
         }
         if let Some(finish) = finish.take() {
             finish()?;

@@ -14,6 +14,18 @@ pub trait Launcher: Send {
     /// Loads what launches of these formats and this width of activations need, so that nothing is loaded in a capture.
     fn prepare(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), String>;
 
-    /// Queues one launch, sized for `rows` rows. Allocates nothing on the device.
-    fn launch(&self, stream: &Stream, launch: &Launch, rows: usize, width: ActivationWidth) -> Result<(), String>;
+    /// Queues one launch. Allocates nothing on the device.
+    fn launch(&self, stream: &Stream, launch: &Launch, how: How) -> Result<(), String>;
+}
+
+/// How a launch is queued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct How {
+    /// Rows that it is sized for.
+    pub rows: usize,
+    /// Width of quantised activations.
+    pub width: ActivationWidth,
+    /// True if it follows a launch on the same stream and reads resident weights at most: it may begin to read them while
+    /// the launch before still runs.
+    pub overlap: bool,
 }

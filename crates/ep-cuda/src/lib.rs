@@ -4,7 +4,7 @@
 //! `abi` holds what the host and the kernels share, `ptx` the embedded device code, `launch` one function a kernel.
 //! `driver`, `context`, `stream`, `events` wrap the driver; `physical`, `granules`, `arena` are device memory;
 //! `host_memory`, `host_weights`, `upload` are where weights come from. A program becomes a `plan`, which `bind` turns into
-//! kernel arguments and `graph` captures; `recorded` holds what a program owns, `step` runs one step, `provider` ties it
+//! kernel arguments, `kernel_launcher` launches and `graph` captures; `recorded` holds what a program owns, `step` runs one step, `provider` ties it
 //! together.
 
 pub mod abi;
@@ -20,6 +20,7 @@ pub mod granules;
 pub mod graph;
 pub mod host_memory;
 pub mod host_weights;
+pub mod kernel_launcher;
 pub mod launch;
 pub mod launcher;
 mod layout;
@@ -27,6 +28,7 @@ pub mod nvml;
 pub mod overhead;
 pub mod physical;
 pub mod plan;
+pub mod probe;
 pub mod provider;
 pub mod ptx;
 mod recorded;

@@ -73,6 +73,16 @@ pub enum Task {
     Argmax,
 }
 
+impl Task {
+    /// True if it reads a slot of the staging ring.
+    pub fn reads_ring(&self) -> bool {
+        match self {
+            Task::Linear(l) => l.parts.iter().any(|p| matches!(p.segment.place, Place::Slot { .. })),
+            _ => false,
+        }
+    }
+}
+
 /// The two streams of a capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lane {

@@ -130,6 +130,14 @@ impl CudaProvider {
         })
     }
 
+    /// Opens card `ordinal` with the crate's own kernels.
+    ///
+    /// # Errors
+    /// As [`CudaProvider::open_with`].
+    pub fn open(ordinal: usize) -> Result<CudaProvider, DriverProblem> {
+        CudaProvider::open_with(ordinal, crate::kernel_launcher::KernelLauncher::open)
+    }
+
     /// The card's context.
     pub fn context(&self) -> &Arc<Context> {
         &self.context

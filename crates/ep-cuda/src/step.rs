@@ -14,7 +14,8 @@ use crate::driver::{CudaError, check};
 use crate::graph::StepGraph;
 use crate::host_memory::PinnedBuffer;
 use crate::host_weights::HostWeights;
-use crate::plan::{Action, slab};
+use crate::launcher::How;
+use crate::plan::{Action, Lane, slab};
 use crate::provider::{CudaProvider, StepParts};
 use crate::recorded::Recorded;
 use crate::upload::PieceKey;
@@ -154,11 +155,14 @@ impl StepParts<'_> {
         };
         let width = recorded.program.activations;
         let (streams, launcher) = (self.streams, self.launcher);
+        let follows = std::cell::Cell::new(false);
         let issue = |action: &Action| -> Result<(), CaptureError> {
             match action {
                 Action::Launch(task) => {
                     for (launch, rows) in binder.bind(task).map_err(CaptureError::Other)? {
-                        launcher.launch(&streams.compute, &launch, rows, width).map_err(CaptureError::Other)?;
+                        let how = How { rows, width, overlap: follows.get() && !task.reads_ring() };
+                        launcher.launch(&streams.compute, &launch, how).map_err(CaptureError::Other)?;
+                        follows.set(true);
                     }
                 }
                 Action::CopyIn(_) => {
@@ -168,14 +172,16 @@ impl StepParts<'_> {
                         unsafe { streams.copy.copy_in(to, from, bytes) }?;
                     }
                 }
-                Action::Signal(..) | Action::Await(..) => {}
+                Action::Signal(Lane::Compute, _) | Action::Await(Lane::Compute, _) => follows.set(false),
+                Action::Signal(Lane::Copy, _) | Action::Await(Lane::Copy, _) => {}
             }
             Ok(())
         };
         let finish = || -> Result<(), CaptureError> {
             if recorded.plan.computes {
                 let report = Launch::Report(binder.argmax());
-                launcher.launch(&streams.compute, &report, key.wanted, width).map_err(CaptureError::Other)?;
+                let how = How { rows: key.wanted, width, overlap: false };
+                launcher.launch(&streams.compute, &report, how).map_err(CaptureError::Other)?;
             }
             Ok(())
         };

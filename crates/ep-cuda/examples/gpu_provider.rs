@@ -1,0 +1,224 @@
+//! Compares the CUDA provider with the CPU provider on a real model, bit for bit:
+//! `cargo run --release -p headrace-ep-cuda --example gpu_provider -- MODEL [CARD]`.
+//!
+//! For each KV layout and width of activations: prompts of 1 to 400 tokens in one step and in chunks, then 64 decode steps,
+//! with every weight resident. Prints `N passed, M failed, K skipped`; without a card everything is skipped, and counted.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use headrace_ep_cpu::{CpuOptions, CpuProvider};
+use headrace_ep_cuda::CudaProvider;
+use headrace_ep_cuda::plan::slab;
+use headrace_kv::geometry::{KvGeometry, KvLayout};
+use headrace_model::ModelSpec;
+use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::elementwise::KvDtype;
+use headrace_provider::program::PLANE_ALIGN;
+use headrace_provider::{
+    Instr, Op, Place, ProgramId, Provider, RangeKind, StepInput, StepOutput, StepProgram, TokenRow,
+};
+use headrace_testing::file_program;
+
+const PROMPTS: [usize; 8] = [1, 2, 5, 31, 64, 129, 257, 400];
+const DECODES: usize = 64;
+const MAX_ROWS: usize = 400;
+/// Rows of the longest prompt whose logits are compared.
+const MAX_WANTED: usize = 8;
+const LAYOUTS: [KvLayout; 2] = [KvLayout::HeadMajor, KvLayout::SeqMajor];
+const WIDTHS: [ActivationWidth; 2] = [ActivationWidth::Int16, ActivationWidth::Int8];
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+/// The same program with every weight resident; returns it with the bytes of the weights range.
+fn resident(model: &ModelSpec, width: ActivationWidth) -> Outcome<(StepProgram, u64)> {
+    let mut program = file_program(model, MAX_ROWS, MAX_WANTED, width, 1);
+    let mut next = 0;
+    for instr in &mut program.instrs {
+        let Instr::Op(Op::Linear { segments, .. }) = instr else { continue };
+        for segment in segments {
+            let (_, bytes) = slab(model.tensor(segment.tensor), segment.rows).ok_or("too many bytes")?;
+            segment.place = Place::Resident { offset: next };
+            next += bytes.next_multiple_of(PLANE_ALIGN as u64);
+        }
+    }
+    Ok((program, next))
+}
+
+fn prepare(provider: &mut dyn Provider, model: &Arc<ModelSpec>, kv: KvGeometry, pages: usize) -> Outcome<()> {
+    provider.attach(model.clone(), kv)?;
+    provider.resize(RangeKind::Kv, (pages * kv.page_bytes()) as u64)?;
+    Ok(())
+}
+
+fn record(provider: &mut dyn Provider, model: &ModelSpec, program: StepProgram) -> Outcome<ProgramId> {
+    provider.resize(RangeKind::Workspace, program.workspace_bytes(&model.config))?;
+    Ok(provider.record(program)?)
+}
+
+/// A few tokens that depend on their position alone.
+fn token(position: usize, vocab: usize) -> u32 {
+    ((position as u64 * 2_654_435_761 + 12_345) % vocab as u64) as u32
+}
+
+/// One step of both devices; the outputs must be the same in every bit. Returns the token chosen last.
+fn compare(
+    cpu: (&mut CpuProvider, ProgramId),
+    cuda: (&mut CudaProvider, ProgramId),
+    input: &StepInput,
+) -> Outcome<Result<u32, String>> {
+    let (mut expected, mut got) = (StepOutput::default(), StepOutput::default());
+    cpu.0.run(cpu.1, input, &mut expected)?;
+    cuda.0.run(cuda.1, input, &mut got)?;
+    if expected.tokens != got.tokens {
+        return Ok(Err(format!("tokens {:?} instead of {:?}", got.tokens, expected.tokens)));
+    }
+    if expected.logits.len() != got.logits.len() {
+        return Ok(Err(format!("{} logits instead of {}", got.logits.len(), expected.logits.len())));
+    }
+    let wrong = expected.logits.iter().zip(&got.logits).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    if wrong > 0 {
+        return Ok(Err(format!("{wrong} of {} logits differ", got.logits.len())));
+    }
+    match got.tokens.last() {
+        Some(Ok(token)) => Ok(Ok(*token)),
+        other => Ok(Err(format!("no token: {other:?}"))),
+    }
+}
+
+fn step(positions: std::ops::Range<usize>, tokens: impl Fn(usize) -> u32, pages: usize) -> StepInput {
+    let rows: Vec<TokenRow> =
+        positions.map(|position| TokenRow { sequence: 0, position, token: tokens(position) }).collect();
+    let count = rows.len();
+    StepInput {
+        // The last rows, so that several rows' logits are compared.
+        wanted: (count.saturating_sub(MAX_WANTED)..count).collect(),
+        // Pages in an order that isn't that of their numbers.
+        page_tables: vec![(0..pages as u32).rev().collect()],
+        rows,
+        want_logits: true,
+    }
+}
+
+#[derive(Default)]
+struct Tally {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl Tally {
+    fn note(&mut self, what: &str, result: Result<(), String>) {
+        match result {
+            Ok(()) => self.passed += 1,
+            Err(why) => {
+                self.failed += 1;
+                println!("FAILED {what}: {why}");
+            }
+        }
+    }
+}
+
+/// Every prompt and its decode steps on one pair of devices, twice: the second time finds everything captured.
+fn configuration(model: &Arc<ModelSpec>, card: usize, layout: KvLayout, tally: &mut Tally) -> Outcome<()> {
+    let config = &model.config;
+    let kv = KvGeometry {
+        layers: model.layers.len(),
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        dtype: KvDtype::F16,
+        layout,
+        page_tokens: KvGeometry::DEFAULT_PAGE_TOKENS,
+    };
+    let pages = kv.pages_for(MAX_ROWS + DECODES);
+    let mut cpu = CpuProvider::new(CpuOptions::default())?;
+    let mut cuda = CudaProvider::open(card)?;
+    prepare(&mut cpu, model, kv, pages)?;
+    prepare(&mut cuda, model, kv, pages)?;
+    for width in WIDTHS {
+        let (program, bytes) = resident(model, width)?;
+        let segments: Vec<_> = program
+            .instrs
+            .iter()
+            .flat_map(|i| match i {
+                Instr::Op(Op::Linear { segments, .. }) => &segments[..],
+                _ => &[],
+            })
+            .copied()
+            .collect();
+        cuda.resize(RangeKind::Weights, bytes)?;
+        let started = std::time::Instant::now();
+        cuda.load(&segments)?;
+        let seconds = started.elapsed().as_secs_f64();
+        println!("loaded {bytes} bytes in {seconds:.3} s, {:.1} GB/s", bytes as f64 / seconds / 1e9);
+        let on_cuda = record(&mut cuda, model, program)?;
+        let file = file_program(model, MAX_ROWS, MAX_WANTED, width, 1);
+        let on_cpu = record(&mut cpu, model, file)?;
+        for repeat in 0..2 {
+            for prompt in PROMPTS {
+                for chunk in [prompt, prompt.div_ceil(3)] {
+                    let what = format!("{layout:?} {width:?} prompt {prompt} in chunks of {chunk}, time {repeat}");
+                    let mut result = Ok(());
+                    let mut last = 0;
+                    for start in (0..prompt).step_by(chunk) {
+                        let end = (start + chunk).min(prompt);
+                        let input = step(start..end, |p| token(p, config.vocab), pages);
+                        match compare((&mut cpu, on_cpu), (&mut cuda, on_cuda), &input)? {
+                            Ok(token) => last = token,
+                            Err(why) => result = result.and(Err(format!("positions {start} .. {end}: {why}"))),
+                        }
+                    }
+                    tally.note(&what, result);
+                    if chunk != prompt || repeat == 1 && prompt > 64 {
+                        continue;
+                    }
+                    let mut result = Ok(());
+                    for position in prompt..prompt + DECODES {
+                        let input = step(position..position + 1, |_| last, pages);
+                        match compare((&mut cpu, on_cpu), (&mut cuda, on_cuda), &input)? {
+                            Ok(token) => last = token,
+                            Err(why) => {
+                                result = Err(format!("position {position}: {why}"));
+                                break;
+                            }
+                        }
+                    }
+                    tally.note(&format!("{what}, {DECODES} new tokens"), result);
+                }
+            }
+        }
+        // The device's pages are the host's, byte for byte.
+        let (mut a, mut b) = (vec![0; pages * kv.page_bytes()], vec![0; pages * kv.page_bytes()]);
+        cpu.read(RangeKind::Kv, 0, &mut a)?;
+        cuda.read(RangeKind::Kv, 0, &mut b)?;
+        let same = if a == b { Ok(()) } else { Err("the pages differ".to_string()) };
+        tally.note(&format!("{layout:?} {width:?} pages"), same);
+        cuda.discard(on_cuda);
+        cpu.discard(on_cpu);
+    }
+    println!("{:?}: {:?}", cuda.overhead(), cuda.counters());
+    Ok(())
+}
+
+fn main() -> Outcome<()> {
+    let mut arguments = std::env::args().skip(1);
+    let Some(path) = arguments.next() else { return Err("usage: gpu_provider MODEL [CARD]".into()) };
+    let card = arguments.next().map_or(Ok(0), |n| n.parse())?;
+    let mut tally = Tally::default();
+    match CudaProvider::open(card) {
+        Ok(provider) => {
+            println!("{:?}", provider.info());
+            drop(provider);
+            let model = Arc::new(headrace_model::load(Path::new(&path))?.spec);
+            for layout in LAYOUTS {
+                configuration(&model, card, layout, &mut tally)?;
+            }
+        }
+        Err(problem) => {
+            println!("skipped: {problem}");
+            tally.skipped = LAYOUTS.len() * WIDTHS.len();
+        }
+    }
+    println!("{} passed, {} failed, {} skipped", tally.passed, tally.failed, tally.skipped);
+    if tally.failed > 0 { Err("bits differ".into()) } else { Ok(()) }
+}

@@ -1,0 +1,92 @@
+//! The crate's own kernels behind the launcher's door.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use cudarc::driver::CudaContext;
+use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::format::Format;
+
+use crate::bind::Launch;
+use crate::context::Context;
+use crate::driver::{CudaError, DriverProblem};
+use crate::launch::{Kernels, LaunchError, Queue, Source};
+use crate::launcher::{How, Launcher};
+use crate::stream::Stream;
+
+/// The kernels of one card, by width of activations.
+pub struct KernelLauncher {
+    context: Arc<CudaContext>,
+    kernels: HashMap<ActivationKey, Kernels>,
+    capability: u32,
+}
+
+/// [`ActivationWidth`] as a key.
+type ActivationKey = bool;
+
+fn key(width: ActivationWidth) -> ActivationKey {
+    width == ActivationWidth::Int16
+}
+
+impl KernelLauncher {
+    /// Loads the kernels that every model needs, for 16-bit activations.
+    ///
+    /// # Errors
+    /// [`DriverProblem::Call`]: the driver is too old for the device code, or the crate has none.
+    pub fn open(context: &Arc<Context>) -> Result<Box<dyn Launcher>, DriverProblem> {
+        let problem = |what: String| {
+            DriverProblem::Call(CudaError { call: "loading the device code".into(), code: 0, text: what })
+        };
+        context.bind()?;
+        let ordinal = context.card().ordinal;
+        let shared = CudaContext::new(ordinal).map_err(|e| problem(e.to_string()))?;
+        let (major, minor) = context.card().capability;
+        let capability = (major * 10 + minor).unsigned_abs();
+        let mut launcher = KernelLauncher { context: shared, kernels: HashMap::new(), capability };
+        launcher.prepare(ActivationWidth::Int16, &[]).map_err(problem)?;
+        context.bind()?;
+        Ok(Box::new(launcher))
+    }
+}
+
+impl Launcher for KernelLauncher {
+    fn name(&self) -> String {
+        format!("sm_{}", self.capability)
+    }
+
+    fn prepare(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), String> {
+        let kernels = match self.kernels.remove(&key(width)) {
+            Some(kernels) => Ok(kernels),
+            None => Kernels::new(&self.context, width),
+        };
+        let mut kernels = kernels.map_err(|e| e.to_string())?;
+        let prepared = formats.iter().try_for_each(|&format| kernels.prepare(format));
+        self.kernels.insert(key(width), kernels);
+        prepared.map_err(|e| e.to_string())
+    }
+
+    fn launch(&self, stream: &Stream, launch: &Launch, how: How) -> Result<(), String> {
+        let How { rows, width, overlap } = how;
+        let kernels = self.kernels.get(&key(width)).ok_or("the kernels were not loaded")?;
+        let queue = Queue { stream: stream.raw(), overlap };
+        // SAFETY: the addresses are the arena's and the program's own; what they point to is mapped whenever the launch
+        // runs, which is checked before every replay, and unmapping waits for the stream.
+        let launched: Result<(), LaunchError> = unsafe {
+            match launch {
+                Launch::Embed(format, args) => kernels.embed(queue, *format, args, rows),
+                Launch::Norm(args) => kernels.activation(queue, Source::Norm, args, rows),
+                Launch::Quantise(args) => kernels.activation(queue, Source::Plain, args, rows),
+                Launch::Swiglu(args) => kernels.activation(queue, Source::Swiglu, args, rows),
+                Launch::Linear(format, args) => {
+                    let count = (args.segments as usize).min(args.segment.len());
+                    kernels.linear(queue, *format, args, &args.segment[..count], rows)
+                }
+                Launch::Rope(args) => kernels.rope_append(queue, args, rows),
+                Launch::Attention(args) => kernels.attention(queue, kernels.attention_form(args, rows), args, rows),
+                Launch::Argmax(args) => kernels.argmax(queue, args, rows),
+                Launch::Report(args) => kernels.report(queue, args),
+            }
+        };
+        launched.map_err(|e| e.to_string())
+    }
+}
