@@ -208,11 +208,9 @@ impl Driver {
         check(unsafe { sys::cuDeviceGetName(text.as_mut_ptr(), text.len() as i32, device) }, "cuDeviceGetName")?;
         let name = c_text(&text);
         let mut text = [0; 32];
+        let length = text.len() as i32;
         // SAFETY: as above, for 32 bytes.
-        check(
-            unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as i32, device) },
-            "cuDeviceGetPCIBusId",
-        )?;
+        check(unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), length, device) }, "cuDeviceGetPCIBusId")?;
         let bus_id = c_text(&text);
         let mut total = 0;
         // SAFETY: the device is valid; the call writes one integer.

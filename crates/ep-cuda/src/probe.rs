@@ -129,10 +129,13 @@ pub fn probe(ordinal: usize) -> Result<Probe, DriverProblem> {
         timed(&context, &stream, || {
             for at in (0..MOVED).step_by(chunk as usize) {
                 let (bytes, pinned) = (chunk.min(MOVED - at) as usize, host.as_ptr().wrapping_add(at as usize));
+                let device = area.base + at;
                 // SAFETY: both areas hold `MOVED` bytes and live until the stream has been waited for.
-                match to_device {
-                    true => unsafe { stream.copy_in(area.base + at, pinned, bytes) }?,
-                    false => unsafe { stream.copy_out(pinned, area.base + at, bytes) }?,
+                unsafe {
+                    match to_device {
+                        true => stream.copy_in(device, pinned, bytes)?,
+                        false => stream.copy_out(pinned, device, bytes)?,
+                    }
                 }
             }
             Ok(())

@@ -204,7 +204,6 @@ impl CudaProvider {
     ) -> Result<T, DeviceError> {
         let fenced = self.streams.fence().map_err(|e| self.context.failed(e))?;
         let done = work(&mut self.arena, &fenced);
-        drop(fenced);
         done.map_err(|e| self.arena_error(what, bytes, e))
     }
 
