@@ -24,28 +24,39 @@ fn resident(model: &ModelSpec, cuts: usize) -> StepProgram {
 
 const SLOT: u64 = 1 << 16;
 
-/// The resident program with linear layer `n` read through the ring: waited for, read, freed, copied for the next step.
+/// The resident program with the linear layers of these numbers read through the ring. A slot is refilled as soon as it has
+/// been read: with the piece that comes `slots` later, or at the end with the first ones of the next step.
 fn streamed(model: &ModelSpec, layers: &[usize], slots: u32) -> StepProgram {
     let mut program = resident(model, 1);
     (program.slots, program.slot_bytes) = (slots, SLOT);
-    let mut instrs = Vec::new();
-    let mut n = 0;
-    let mut cold: Vec<Segment> = Vec::new();
+    let slot = |k: usize| k as u32 % slots;
+    let linears = program.instrs.iter().filter_map(|i| match i {
+        Instr::Op(Op::Linear { segments, .. }) => Some(segments[0]),
+        _ => None,
+    });
+    let cold: Vec<Segment> = linears
+        .enumerate()
+        .filter(|(n, _)| layers.contains(n))
+        .enumerate()
+        .map(|(k, (_, s))| Segment { place: Place::Slot { slot: slot(k), offset: 512 }, ..s })
+        .collect();
+    let (mut instrs, mut n, mut k) = (Vec::new(), 0, 0);
     for mut instr in std::mem::take(&mut program.instrs) {
-        let slot = cold.len() as u32 % slots;
-        let streams = matches!(instr, Instr::Op(Op::Linear { .. })) && layers.contains(&n);
+        let mut streams = false;
         if let Instr::Op(Op::Linear { segments, .. }) = &mut instr {
+            streams = layers.contains(&n);
             n += 1;
             if streams {
-                segments[0].place = Place::Slot { slot, offset: 512 };
-                cold.push(segments[0]);
-                instrs.push(Instr::WaitCopy { slot });
+                segments[0] = cold[k];
+                instrs.push(Instr::WaitCopy { slot: slot(k) });
             }
         }
         instrs.push(instr);
         if streams {
-            instrs.push(Instr::Free { slot });
-            instrs.push(Instr::Copy { segments: vec![*cold.last().unwrap()], slot });
+            let next = if k + (slots as usize) < cold.len() { k + slots as usize } else { k % slots as usize };
+            instrs.push(Instr::Free { slot: slot(k) });
+            instrs.push(Instr::Copy { segments: vec![cold[next]], slot: slot(k) });
+            k += 1;
         }
     }
     program.instrs = instrs;
@@ -167,7 +178,7 @@ fn activations_are_made_in_the_kinds_that_are_read() {
 #[test]
 fn streamed_pieces_are_there_when_read_whichever_stream_is_ahead() {
     let model = random_model(2, &ModelShape::default());
-    for (layers, slots) in [(vec![3], 1), (vec![0, 4, 6], 3), (vec![0, 1, 2, 3], 4)] {
+    for (layers, slots) in [(vec![3], 1), (vec![0, 4, 6], 3), (vec![0, 1, 2, 3], 1), (vec![1, 4, 5, 9, 11, 14], 2)] {
         let program = streamed(&model, &layers, slots);
         let plan = plan(&program, &model).unwrap();
         assert_eq!(plan.copies().count(), layers.len());
