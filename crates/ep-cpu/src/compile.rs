@@ -101,11 +101,28 @@ pub enum Work {
     Argmax,
 }
 
+/// What the compute side owes the staging ring before a stage: in program order, frees first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sync {
+    /// Slots that everything before has read for the last time.
+    pub frees: Vec<u32>,
+    /// Slots to wait for, and how many copies into each must be done by then, counted from the start of the step.
+    pub waits: Vec<(u32, u64)>,
+}
+
+impl Sync {
+    fn is_empty(&self) -> bool {
+        self.frees.is_empty() && self.waits.is_empty()
+    }
+}
+
 /// A stage and the counters from which its workers draw pieces.
 #[derive(Debug)]
 pub struct Stage {
     /// What is done.
     pub work: Work,
+    /// What comes before it, once every worker has left the stages before.
+    pub sync: Sync,
     /// Next piece to be taken; the second counter is for the second half of a stage that has a barrier within.
     pub next: [AtomicUsize; 2],
 }
@@ -130,6 +147,8 @@ pub struct Compiled {
     pub stages: Vec<Stage>,
     /// Distinct shapes of activations.
     pub shapes: Vec<ActivationShape>,
+    /// Slots that are free once the last stage is done.
+    pub last_frees: Vec<u32>,
 }
 
 impl Compiled {
@@ -142,36 +161,69 @@ impl Compiled {
 struct Compiler<'a> {
     model: &'a ModelSpec,
     weights: &'a dyn WeightSource,
-    works: Vec<Work>,
+    works: Vec<(Sync, Work)>,
     shapes: Vec<ActivationShape>,
     current: Option<(usize, Activation)>,
+    /// What the next stage has to do first.
+    pending: Sync,
+    /// Copies so far, by slot.
+    copies: Vec<u64>,
 }
 
 /// Checks `program` against the model and splits it into stages for `threads` workers. The error says which
-/// instruction is wrong and why.
+/// instruction is wrong and why. Without a `ring` there are no slots. Whether the ring is used safely is not checked here.
 pub fn compile(
     program: StepProgram,
     model: &ModelSpec,
     weights: &dyn WeightSource,
     threads: usize,
+    ring: bool,
 ) -> Result<Compiled, String> {
     if program.max_rows == 0 || program.max_wanted > program.max_rows {
         return Err(format!("a program for {} rows of which {} are wanted", program.max_rows, program.max_wanted));
     }
-    let mut c = Compiler { model, weights, works: Vec::new(), shapes: Vec::new(), current: None };
+    let mut c = Compiler {
+        model,
+        weights,
+        works: Vec::new(),
+        shapes: Vec::new(),
+        current: None,
+        pending: Sync::default(),
+        copies: vec![0; program.slots as usize],
+    };
     for (i, instr) in program.instrs.iter().enumerate() {
-        let Instr::Op(op) = instr else {
-            return Err(format!("instruction {i}: this device has no staging ring, and no {instr:?}"));
-        };
-        c.op(op).map_err(|what| format!("instruction {i}: {what}"))?;
+        match instr {
+            Instr::Op(op) => c.op(op),
+            other if !ring => Err(format!("this device has no staging ring, and no {other:?}")),
+            other => c.sync(other),
+        }
+        .map_err(|what| format!("instruction {i}: {what}"))?;
     }
-    let Compiler { mut works, shapes, .. } = c;
+    let Compiler { mut works, shapes, pending, .. } = c;
     settle(&mut works, threads);
-    let stages = works.into_iter().map(|work| Stage { work, next: Default::default() }).collect();
-    Ok(Compiled { program, stages, shapes })
+    let stages = works.into_iter().map(|(sync, work)| Stage { work, sync, next: Default::default() }).collect();
+    Ok(Compiled { program, stages, shapes, last_frees: pending.frees })
 }
 
 impl Compiler<'_> {
+    fn push(&mut self, work: Work) {
+        self.works.push((std::mem::take(&mut self.pending), work));
+    }
+
+    fn sync(&mut self, instr: &Instr) -> Result<(), String> {
+        let (Instr::Copy { slot, .. } | Instr::WaitCopy { slot } | Instr::Free { slot }) = instr else {
+            return Ok(());
+        };
+        let slots = self.copies.len();
+        let copies = self.copies.get_mut(*slot as usize).ok_or_else(|| format!("slot {slot} of {slots}"))?;
+        match instr {
+            Instr::Copy { .. } => *copies += 1,
+            Instr::WaitCopy { .. } => self.pending.waits.push((*slot, *copies)),
+            _ => self.pending.frees.push(*slot),
+        }
+        Ok(())
+    }
+
     fn op(&mut self, op: &Op) -> Result<(), String> {
         let config = &self.model.config;
         match op {
@@ -180,7 +232,7 @@ impl Compiler<'_> {
                 if (view.rows, view.cols) != (config.vocab, config.hidden) {
                     return Err(format!("an embedding of {} x {}", view.rows, view.cols));
                 }
-                self.works.push(Work::Embed(*table));
+                self.push(Work::Embed(*table));
             }
             Op::Norm { weight, rows } => {
                 self.weights.vector(*weight, config.hidden)?;
@@ -193,18 +245,20 @@ impl Compiler<'_> {
             }
             Op::RopeAppend { layer } => {
                 self.layer(*layer)?;
-                self.works.push(Work::Rope(*layer));
+                self.push(Work::Rope(*layer));
             }
             Op::Attention { layer } => {
                 self.layer(*layer)?;
-                if matches!(self.works.last(), Some(Work::Rope(l)) if l == layer) {
-                    self.works.pop();
-                    self.works.push(Work::RopeAttention(*layer));
+                if self.pending.is_empty()
+                    && let Some((_, last)) = self.works.last_mut()
+                    && matches!(last, Work::Rope(l) if l == layer)
+                {
+                    *last = Work::RopeAttention(*layer);
                 } else {
-                    self.works.push(Work::Attention(*layer));
+                    self.push(Work::Attention(*layer));
                 }
             }
-            Op::Argmax => self.works.push(Work::Argmax),
+            Op::Argmax => self.push(Work::Argmax),
         }
         Ok(())
     }
@@ -225,7 +279,7 @@ impl Compiler<'_> {
         });
         let activation = Activation { source, rows, width, quantised: false, float: false, private: true, shape };
         self.current = Some((self.works.len(), activation));
-        self.works.push(Work::Activate(activation));
+        self.push(Work::Activate(activation));
     }
 
     fn linear(
@@ -275,15 +329,17 @@ impl Compiler<'_> {
         };
         activation.private &= out != source;
         self.shapes[activation.shape].float |= activation.float;
-        self.works[made_at] = Work::Activate(activation);
+        self.works[made_at].1 = Work::Activate(activation);
         self.current = Some((made_at, activation));
-        if let Some(Work::Linear { parts: before, .. }) = self.works.last_mut()
+        // Layers with a wait or a release between them are stages of their own.
+        if self.pending.is_empty()
+            && let Some((_, Work::Linear { parts: before, .. })) = self.works.last_mut()
             && parts.iter().all(|p| before.iter().all(|b| apart(p, b)))
         {
             before.extend(parts);
             return Ok(());
         }
-        self.works.push(Work::Linear { activation, parts, pieces: Vec::new() });
+        self.push(Work::Linear { activation, parts, pieces: Vec::new() });
         Ok(())
     }
 }
@@ -299,9 +355,9 @@ fn apart(a: &Part, b: &Part) -> bool {
 }
 
 /// Gives every stage of linear layers the final form of its activation, and splits it into pieces.
-fn settle(works: &mut [Work], threads: usize) {
+fn settle(works: &mut [(Sync, Work)], threads: usize) {
     let mut latest = None;
-    for work in works {
+    for (_, work) in works {
         match work {
             Work::Activate(a) => latest = Some(*a),
             Work::Linear { activation, parts, pieces } => {

@@ -3,7 +3,11 @@
 pub mod activations;
 mod buffers;
 mod compile;
+mod errors;
 mod exec;
+mod executor;
+mod granules;
+pub mod host_device;
 mod kernels;
 mod kv_pages;
 pub mod linear;

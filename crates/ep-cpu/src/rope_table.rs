@@ -58,6 +58,21 @@ impl RopeTable {
         }
     }
 
+    /// Bytes of the rows that are there.
+    pub fn bytes(&self) -> u64 {
+        ((self.cos.len() + self.sin.len()) * size_of::<f32>()) as u64
+    }
+
+    /// Bytes of the rows that there are once the table has grown to `positions` positions. Saturates.
+    pub fn bytes_for(&self, positions: usize) -> u64 {
+        let floats = (self.rows_for(positions) as u64).saturating_mul(2 * self.half as u64);
+        floats.saturating_mul(size_of::<f32>() as u64)
+    }
+
+    fn rows_for(&self, positions: usize) -> usize {
+        positions.div_ceil(STEP).saturating_mul(STEP).min(self.limit())
+    }
+
     /// Makes positions `0 ..= pos` available. Does nothing if they are.
     pub fn grow_to(&mut self, model: &ModelSpec, weights: &dyn WeightSource, pos: usize) -> Result<(), String> {
         if self.half == 0 || pos < self.cos.len() / self.half {
@@ -66,7 +81,7 @@ impl RopeTable {
         if pos >= self.limit() {
             return Err(format!("position {pos} is beyond the {} rows of the file's RoPE tables", self.limit()));
         }
-        let (from, to) = (self.cos.len() / self.half, (pos / STEP + 1).saturating_mul(STEP).min(self.limit()));
+        let (from, to) = (self.cos.len() / self.half, self.rows_for(pos.saturating_add(1)));
         self.cos.resize(to * self.half, 0.0);
         self.sin.resize(to * self.half, 0.0);
         for p in from..to {

@@ -2,6 +2,7 @@
 
 mod activate;
 mod attend;
+mod ring;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -25,6 +26,7 @@ use crate::simd::SimdLevel;
 use crate::weights::WeightSource;
 
 pub use attend::AttendScratch;
+pub use ring::RingEvents;
 
 /// An activation that the workers fill together, a row each, and read after the barrier.
 pub struct SharedActivation<'a> {
@@ -105,6 +107,8 @@ pub struct Step<'a> {
     pub workers: usize,
     /// Where the first worker's time is added up, if at all.
     pub profile: Option<&'a Profile>,
+    /// The staging ring, where there is one.
+    pub ring: Option<&'a dyn RingEvents>,
 }
 
 /// Marks a choice as the index of a non-finite logit.
@@ -123,6 +127,7 @@ impl Step<'_> {
             }
         };
         for stage in &self.compiled.stages {
+            self.enter(stage, index, barrier)?;
             match &stage.work {
                 Work::Embed(table) => {
                     let table = self.weights.matrix(*table)?;

@@ -61,6 +61,11 @@ impl Barrier {
         if self.poisoned.load(Ordering::Relaxed) { Err(Poisoned) } else { Ok(()) }
     }
 
+    /// True once a worker failed.
+    pub fn is_poisoned(&self) -> bool {
+        self.poisoned.load(Ordering::Relaxed)
+    }
+
     /// Makes every present and future [`Barrier::wait`] fail.
     pub fn poison(&self) {
         self.poisoned.store(true, Ordering::Release);
