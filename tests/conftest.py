@@ -49,7 +49,11 @@ def smollm2_onnx(shared: Path) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_onnx_cuda(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model as the builder exports it for CUDA (float16), made from the CPU export's weights and a patch."""
-    family = tmp_path_factory.mktemp("smollm2-onnx-int4")
+    return make_cuda_export(shared, tmp_path_factory.mktemp("smollm2-onnx-int4"))
+
+
+def make_cuda_export(shared: Path, family: Path) -> Path:
+    """Makes the CUDA export of the demo model in the empty directory `family`."""
     for part in ("cpu", "cuda"):
         shutil.copytree(shared / "models" / "smollm2-onnx-int4" / part, family / part)
     for path in family.rglob("*"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import headrace
@@ -90,3 +93,12 @@ def test_non_finite_logits(smollm2: Path, tmp_path: Path) -> None:
     with pytest.raises(headrace.NonFiniteError, match="position 2"):
         engine.generate([1, 2, 3], max_new_tokens=2)
     assert engine.stats().kv.pages == 0
+
+
+def test_device_error(smollm2: Path) -> None:
+    """Kernels that no processor has, asked of a process of its own: they are chosen once."""
+    script = "import sys, headrace; headrace.Engine.load(sys.argv[1])"
+    env = os.environ | {"HEADRACE_SIMD": "avx1024"}
+    done = subprocess.run([sys.executable, "-c", script, str(smollm2)], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'DeviceError: cpu: HEADRACE_SIMD is "avx1024"; it must be' in done.stderr

@@ -21,7 +21,6 @@ from reference import gguf_weights, onnx_weights  # noqa: E402
 from reference.model import Decoder, Session, greedy, teacher_forced  # noqa: E402
 
 SHARED = Path(os.environ.get("HEADRACE_SHARED", HERE.parent.parent / "shared")) / "models"
-SMOLLM2_GGUF = os.environ.get("HEADRACE_SMOLLM2_GGUF", "")
 GOLDEN_ROUNDING = 2e-6  # those goldens carry six decimals
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no shared models at {SHARED}; set HEADRACE_SHARED")
 
@@ -93,9 +92,8 @@ def test_smollm2_onnx_agrees_with_an_independent_float64_golden() -> None:
     assert worst_error(model, golden, ["short", "single"], 24) < GOLDEN_ROUNDING
 
 
-@pytest.mark.skipif(not Path(SMOLLM2_GGUF).is_file(), reason="set HEADRACE_SMOLLM2_GGUF to the SmolLM2 Q4_1 GGUF")
 @pytest.mark.timeout(300)
-def test_smollm2_gguf_agrees_with_an_independent_float64_golden() -> None:
+def test_smollm2_gguf_agrees_with_an_independent_float64_golden(smollm2: Path) -> None:
     golden = HERE / "data" / "golden" / "gguf-q4_1-exact-fp64.json"
-    model = gguf_weights.load(SMOLLM2_GGUF)
+    model = gguf_weights.load(str(smollm2))
     assert worst_error(model, golden, ["short", "single"], 24) < GOLDEN_ROUNDING

@@ -7,7 +7,21 @@ from typing import Literal, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-GenerationTuple: TypeAlias = tuple[list[int], Literal["stop", "length", "context"], int, float, float, int]
+__all__ = [
+    "BudgetError",
+    "ContextLengthError",
+    "DeviceError",
+    "Engine",
+    "HeadraceError",
+    "ModelFormatError",
+    "NonFiniteError",
+    "TokenStream",
+    "UnsupportedModelError",
+    "build_info",
+    "inventory",
+]
+
+_GenerationTuple: TypeAlias = tuple[list[int], Literal["stop", "length", "context"], int, float, float, int]
 
 class HeadraceError(Exception): ...
 class ModelFormatError(HeadraceError): ...
@@ -58,7 +72,7 @@ class Engine:
         seed: int,
         stop_tokens: Sequence[int],
         progress: Callable[[int, int, int], None] | None,
-    ) -> GenerationTuple: ...
+    ) -> _GenerationTuple: ...
     def stream(
         self,
         prompt: Sequence[int],
@@ -77,7 +91,7 @@ class Engine:
         max_new_tokens: int,
         stop_tokens: Sequence[int],
         progress: Callable[[int, int, int], None] | None,
-    ) -> list[GenerationTuple]: ...
+    ) -> list[_GenerationTuple]: ...
     def logits(self, sequences: Sequence[Sequence[int]], *, last_only: bool) -> npt.NDArray[np.float32]: ...
     def inventory(self) -> str: ...
     def stats(self) -> str: ...

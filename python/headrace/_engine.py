@@ -252,7 +252,7 @@ class Engine:
         return self.eos_token_ids if stop_tokens is None else list(stop_tokens)
 
 
-def _generation_stats(result: _core.GenerationTuple) -> GenerationStats:
+def _generation_stats(result: _core._GenerationTuple) -> GenerationStats:
     ids, _, prompt_tokens, prefill, decode, decode_tokens = result
     return GenerationStats(
         prompt_tokens=prompt_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -37,7 +38,7 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output went away, as `headrace plan | head` does.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = open(os.devnull, "w")
         sys.exit(141)
     except (HeadraceError, OSError, ValueError) as error:
         click.echo(f"headrace: {error}", err=True)

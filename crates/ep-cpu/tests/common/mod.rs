@@ -1,5 +1,5 @@
 //! Random weights of every format, activations of every kind, and the comparison with the contract.
-#![allow(dead_code)]
+#![allow(dead_code, clippy::unwrap_used)]
 
 use headrace_ep_cpu::activations::Activations;
 use headrace_ep_cpu::linear::{DenseRows, Epilogue, Sink, dense, linear};

@@ -61,6 +61,6 @@ fn build(shards: &[GgufFile]) -> Result<LoadedGguf> {
         Some(first) => vocab::read(first)?,
         None => GgufVocab::default(),
     };
-    let spec = assemble::assemble(shards, vocab::special(&vocab), vocab.tokens.len())?;
+    let spec = assemble::assemble(shards, vocab.special(), vocab.tokens.len())?;
     Ok(LoadedGguf { spec, vocab })
 }

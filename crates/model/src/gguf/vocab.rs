@@ -3,15 +3,10 @@
 use crate::error::Result;
 use crate::gguf::header::GgufFile;
 use crate::gguf::value::{Value, ValueType};
-use crate::spec::SpecialTokens;
 use crate::tokenizer::GgufVocab;
 
 const MODEL: &str = "tokenizer.ggml.model";
 const TOKENS: &str = "tokenizer.ggml.tokens";
-
-/// Names of `tokenizer.ggml.pre` whose files mean "begin with bos" where they don't say.
-/// Source: llama.cpp, `src/llama-vocab.cpp`, which sets the default by this name.
-const PRE_ADD_BOS: &[&str] = &["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken"];
 
 /// Reads the vocabulary. A file without one gives an empty one, with the model name `none`.
 pub(super) fn read(file: &GgufFile) -> Result<GgufVocab> {
@@ -49,19 +44,6 @@ pub(super) fn read(file: &GgufFile) -> Result<GgufVocab> {
         }
     }
     Ok(vocab)
-}
-
-/// What a generation needs to know of the special tokens.
-pub(super) fn special(vocab: &GgufVocab) -> SpecialTokens {
-    let mut eos: Vec<u32> = vocab.eos.into_iter().collect();
-    for &id in &vocab.extra_eos {
-        if !eos.contains(&id) {
-            eos.push(id);
-        }
-    }
-    let by_name = vocab.pre.as_deref().is_some_and(|pre| PRE_ADD_BOS.contains(&pre));
-    let add_bos = vocab.add_bos.unwrap_or(vocab.model == "llama" || by_name) && vocab.bos.is_some();
-    SpecialTokens { bos: vocab.bos, eos, pad: vocab.pad, add_bos }
 }
 
 /// A token id; -1, however wide, stands for "none".

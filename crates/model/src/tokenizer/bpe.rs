@@ -40,7 +40,7 @@ pub(super) fn rules(checked: &Checked) -> Result<Rules> {
         inner.with_pre_tokenizer(Some(Sequence::new(steps)));
         Ok(inner)
     })?;
-    Ok(Rules { inner, text: TextRule::ByteLevel, add_bos: pre.add_bos })
+    Ok(Rules { inner, text: TextRule::ByteLevel })
 }
 
 /// The merges, each once. One whose result is no token can't lead to one and is left out.

@@ -9,7 +9,6 @@ use super::gguf_vocab::{GgufVocab, token_type};
 use super::{Tokenizer, bpe, guarded, sentencepiece};
 use crate::chat::ChatTemplate;
 use crate::error::{ModelError, Result};
-use crate::spec::SpecialTokens;
 
 /// Most tokens a vocabulary may have.
 const MAX_TOKENS: usize = 1 << 24;
@@ -26,8 +25,6 @@ pub(super) struct Checked<'a> {
 pub(super) struct Rules {
     pub inner: tokenizers::Tokenizer,
     pub text: super::dir::TextRule,
-    /// True if a prompt starts with `bos` when the file does not say.
-    pub add_bos: bool,
 }
 
 impl Checked<'_> {
@@ -66,35 +63,21 @@ pub(super) fn build(path: &Path, vocab: &GgufVocab) -> Result<Tokenizer> {
     });
     guarded(path, "special tokens", || inner.add_tokens(added))?;
 
-    // A sentencepiece vocabulary has its special tokens in fixed places unless the file says otherwise.
-    let usual = |id: u32, kind: i32| {
-        (vocab.model == "llama" && vocab.token_types.get(id as usize) == Some(&kind)).then_some(id)
-    };
-    let bos = vocab.bos.or(usual(1, token_type::CONTROL));
-    let mut eos: Vec<u32> = vocab.eos.or(usual(2, token_type::CONTROL)).into_iter().collect();
-    eos.extend(&vocab.extra_eos);
-    let mut seen = Vec::new();
-    eos.retain(|id| {
-        !seen.contains(id) && {
-            seen.push(*id);
-            true
-        }
-    });
+    let special = vocab.special();
     let need = |wanted: Option<bool>, id: Option<u32>, key: &str| match (wanted, id) {
         (Some(true), None) => Err(checked.fault(key, "is true, but the file names no such token".into())),
         _ => Ok(()),
     };
-    need(vocab.add_bos, bos, "add_bos_token")?;
-    need(vocab.add_eos, eos.first().copied(), "add_eos_token")?;
-    let suffix = eos.first().copied().filter(|_| vocab.add_eos == Some(true)).into_iter().collect();
-    let special =
-        SpecialTokens { bos, eos, pad: vocab.pad, add_bos: bos.is_some() && vocab.add_bos.unwrap_or(rules.add_bos) };
+    let eos = special.eos.first().copied();
+    need(vocab.add_bos, special.bos, "add_bos_token")?;
+    need(vocab.add_eos, eos, "add_eos_token")?;
+    let suffix = eos.filter(|_| vocab.add_eos == Some(true)).into_iter().collect();
     Ok(Tokenizer {
         pieces: super::dir::pieces(path, &inner, rules.text)?.into(),
         path: path.to_path_buf(),
         inner,
         special,
-        unk: vocab.unk.or(usual(0, token_type::UNKNOWN)),
+        unk: vocab.unknown(),
         prefix: Vec::new(),
         suffix,
         template: vocab.chat_template.as_ref().map(|source| ChatTemplate::new(path, "default", source)),

@@ -1,5 +1,8 @@
 //! The vocabulary of a GGUF file as its metadata gives it: what the GGUF reader fills, and a tokenizer is made from.
 
+use super::pre;
+use crate::spec::SpecialTokens;
+
 /// Token types of GGUF (`tokenizer.ggml.token_type`).
 pub mod token_type {
     /// Text.
@@ -50,4 +53,40 @@ pub struct GgufVocab {
     pub add_space_prefix: Option<bool>,
     /// `tokenizer.chat_template`.
     pub chat_template: Option<String>,
+}
+
+impl GgufVocab {
+    /// What a generation needs to know of the special tokens: what the file says, or else what is usual for its kind of
+    /// vocabulary. Each end token once, `eos` first. Ids are as the file gives them, in range or not.
+    pub fn special(&self) -> SpecialTokens {
+        let bos = self.bos.or(self.usual(1, token_type::CONTROL));
+        let mut eos = Vec::new();
+        let first = self.eos.or(self.usual(2, token_type::CONTROL));
+        for id in first.into_iter().chain(self.extra_eos.iter().copied()) {
+            if !eos.contains(&id) {
+                eos.push(id);
+            }
+        }
+        SpecialTokens { bos, eos, pad: self.pad, add_bos: bos.is_some() && self.add_bos.unwrap_or(self.usually_bos()) }
+    }
+
+    /// The token that stands for text that no other covers.
+    pub(crate) fn unknown(&self) -> Option<u32> {
+        self.unk.or(self.usual(0, token_type::UNKNOWN))
+    }
+
+    /// A sentencepiece vocabulary has its special tokens in fixed places unless the file says otherwise.
+    fn usual(&self, id: u32, kind: i32) -> Option<u32> {
+        let there = (id as usize) < self.tokens.len() && self.token_types.get(id as usize) == Some(&kind);
+        (self.model == "llama" && there).then_some(id)
+    }
+
+    /// True if a prompt starts with `bos` when the file does not say.
+    fn usually_bos(&self) -> bool {
+        match self.model.as_str() {
+            "llama" => true,
+            "gpt2" => self.pre.as_deref().and_then(pre::by_name).is_some_and(|rules| rules.add_bos),
+            _ => false,
+        }
+    }
 }

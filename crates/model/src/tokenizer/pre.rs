@@ -79,7 +79,7 @@ pub(crate) fn by_name(name: &str) -> Option<PreTokenizer> {
             plain(&[r"\p{N}", GPT2])
         }
         "falcon" => plain(&[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"]),
-        "llama3" | "llama-v3" | "llama-bpe" | "falcon3" | "falcon-h1" | "lfm2" | "midm-2.0" => {
+        "llama3" | "llama-v3" | "llama-bpe" | "falcon3" | "falcon-h1" | "pixtral" | "lfm2" | "midm-2.0" => {
             PreTokenizer { whole_words: true, add_bos: true, ..plain(&[LLAMA3]) }
         }
         "dbrx" | "smaug-bpe" | "glm4" | "chatglm-bpe" => plain(&[LLAMA3]),

@@ -28,8 +28,7 @@ pub(super) fn rules(checked: &Checked) -> Result<Rules> {
         256 => true,
         n => return Err(checked.fault("token_type", format!("{n} of 256 byte tokens"))),
     };
-    let unk = checked.vocab.unk.or((checked.token_type(0) == token_type::UNKNOWN).then_some(0));
-    let unk = unk.and_then(|id| tokens.get(id as usize)).cloned();
+    let unk = checked.vocab.unknown().and_then(|id| tokens.get(id as usize)).cloned();
     if !byte_fallback && unk.is_none() {
         let what = "neither byte tokens nor an unknown token for text that no token covers".into();
         return Err(checked.fault("tokens", what));
@@ -50,7 +49,7 @@ pub(super) fn rules(checked: &Checked) -> Result<Rules> {
         inner.with_normalizer(Some(NormalizerWrapper::Sequence(Sequence::new(steps))))?;
         Ok(inner)
     })?;
-    Ok(Rules { inner, text: TextRule::Sentencepiece { lead: usize::from(prefix) }, add_bos: true })
+    Ok(Rules { inner, text: TextRule::Sentencepiece { lead: usize::from(prefix) } })
 }
 
 /// Every way to put a token together from two, the token of the highest score first: what the scores say about merging,

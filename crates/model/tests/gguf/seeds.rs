@@ -1,14 +1,14 @@
-//! Seeds for the fuzz target: small sound models, the hostile files, and the headers of real files.
+//! Seeds for the fuzz target, written to `fuzz/corpus/gguf`: small sound models, the hostile files, and the headers of
+//! real files.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::writer::{Gguf, HIDDEN, VOCAB, Val};
 
 #[test]
 #[ignore = "writes files; for the fuzz target"]
 fn write_fuzz_seeds() {
-    let dir =
-        PathBuf::from(std::env::var_os("HEADRACE_FUZZ_SEEDS").expect("HEADRACE_FUZZ_SEEDS is not set")).join("gguf");
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/gguf");
     std::fs::create_dir_all(&dir).unwrap();
     let write = |name: &str, bytes: &[u8]| std::fs::write(dir.join(name), bytes).unwrap();
     for arch in ["llama", "qwen2", "qwen3"] {
@@ -29,11 +29,7 @@ fn write_fuzz_seeds() {
         let entry = entry.unwrap();
         std::fs::copy(entry.path(), dir.join(entry.file_name())).unwrap();
     }
-    let Some(shared) = std::env::var_os("HEADRACE_SHARED").map(PathBuf::from) else {
-        println!("skipped: HEADRACE_SHARED is not set, so no headers of real files");
-        return;
-    };
-    for entry in std::fs::read_dir(shared.join("models/tiny")).unwrap() {
+    for entry in std::fs::read_dir(tests.join("../../../tests/data/models")).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|e| e == "gguf") {
             let bytes = std::fs::read(&path).unwrap();

@@ -1,0 +1,43 @@
+"""Prints how far each model's logits are from float64, for docs/numerics.md: `python tests/measure_errors.py`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import headrace
+import numpy as np
+from conftest import golden, make_cuda_export, shared_dir
+from test_golden import BOUNDS, TINY, compare, tiny_model
+
+
+def main() -> None:
+    """One row a model; a cell holds the largest logit error and the number of arg-maxima that differ."""
+    shared = shared_dir()
+    if shared is None:
+        raise SystemExit("the folder of shared models is not here (HEADRACE_SHARED names it)")
+    print("| model | positions | " + " | ".join(f"{a}, {kv} KV" for a, kv in BOUNDS) + " |")
+    print("| --- | ---: |" + " ---: |" * len(BOUNDS))
+    with tempfile.TemporaryDirectory() as scratch:
+        models: list[tuple[str, Path, str]] = [
+            ("SmolLM2-135M, GGUF Q4_1", headrace.fetch("smollm2-135m"), "gguf-q4_1-exact-fp64"),
+            ("SmolLM2-135M, ONNX cpu", shared / "models" / "smollm2-onnx-int4" / "cpu", "onnx-int4-cpu-exact-fp64"),
+            ("SmolLM2-135M, ONNX cuda", make_cuda_export(shared, Path(scratch)), "onnx-int4-cuda-exact-fp64"),
+        ]
+        for name in TINY:
+            stem = name.replace(".gguf", "-gguf")
+            models.append((f"tiny {name}", tiny_model(name), f"tiny-{stem}-exact-fp64"))
+        for label, path, golden_name in models:
+            cells, positions = [], 0
+            for activations, kv_dtype in BOUNDS:
+                engine = headrace.Engine.load(path, activations=activations, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+                results = [compare(engine, case) for case in golden(golden_name)["prompts"].values()]
+                worst = max(r[0] for r in results)
+                flips = np.concatenate([r[1] for r in results])
+                positions = sum(r[2] for r in results)
+                cells.append(f"{worst:.2g}; {flips.size}")
+            print(f"| {label} | {positions} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
