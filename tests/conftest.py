@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from typing import Any
 
 import headrace
 import pytest
+
+# A shell that starts a job in the background has it ignore Ctrl-C; the tests of Ctrl-C want the usual handler.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"

@@ -22,8 +22,10 @@ def main() -> None:
         models: list[tuple[str, Path, str]] = [
             ("SmolLM2-135M, GGUF Q4_1", headrace.fetch("smollm2-135m"), "gguf-q4_1-exact-fp64"),
             ("SmolLM2-135M, ONNX cpu", shared / "models" / "smollm2-onnx-int4" / "cpu", "onnx-int4-cpu-exact-fp64"),
-            ("SmolLM2-135M, ONNX cuda", make_cuda_export(shared, Path(scratch)), "onnx-int4-cuda-exact-fp64"),
         ]
+        cuda = make_cuda_export(shared, Path(scratch))
+        models.append(("SmolLM2-135M, ONNX cuda", cuda, "onnx-int4-cuda-own-tables-exact-fp64"))
+        models.append(("the same, golden with float64 RoPE tables", cuda, "onnx-int4-cuda-exact-fp64"))
         for name in TINY:
             stem = name.replace(".gguf", "-gguf")
             models.append((f"tiny {name}", tiny_model(name), f"tiny-{stem}-exact-fp64"))

@@ -77,7 +77,7 @@ def test_help_names_every_command() -> None:
 
 def test_ctrl_c_ends_a_run(smollm2: Path) -> None:
     process = subprocess.Popen(
-        [*HEADRACE, "run", str(smollm2), "Tell me a long story.", "--raw"],
+        [*HEADRACE, "run", str(smollm2), "Tell me a long story about a dragon."],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )

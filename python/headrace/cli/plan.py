@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 
 import click
@@ -23,7 +24,8 @@ def plan(model: str, tensors: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
         return
-    console = Console()
+    # A file or a pipe has no width: there nothing is cut.
+    console = Console(width=None if sys.stdout.isatty() else 10_000)
     console.print(_summary(result))
     console.print(_formats(result))
     if tensors:
