@@ -129,7 +129,7 @@ impl Provider for CpuProvider {
         }
         let region = self.region_mut(range)?;
         // No step is running: `run` borrows the provider mutably and returns only when every worker is done.
-        let mapped = region.resize(size).map_err(|e| NAME.no_memory(&format!("{range:?}"), bytes, e))?;
+        let mapped = region.resize(size).map_err(|e| NAME.no_memory(format!("{range:?}"), bytes, e))?;
         Ok(mapped as u64)
     }
 
