@@ -48,6 +48,8 @@ pub struct Bound<'a> {
     pub kv: &'a mut Region,
     /// The staging ring, where there is one.
     pub ring: Option<&'a dyn RingEvents>,
+    /// True to fail in the middle of the step; for tests.
+    pub fault: bool,
 }
 
 /// The team, and what it keeps from step to step.
@@ -137,9 +139,12 @@ impl Executor {
     ) -> Result<(), DeviceError> {
         let Executor { name, team, level, plan, scratch, profile } = self;
         let mut clock = Instant::now();
-        let Bound { model, geometry, weights, rope, workspace, kv, ring } = bound;
+        let Bound { model, geometry, weights, rope, workspace, kv, ring, fault } = bound;
         let Recorded { compiled, codes, floats, choices } = recorded;
         if compiled.stages.is_empty() {
+            if fault {
+                return Err(name.failed("a fault that was asked for"));
+            }
             if let Some(ring) = ring {
                 ring.start();
                 compiled.last_frees.iter().for_each(|&slot| ring.free(slot));
@@ -173,6 +178,7 @@ impl Executor {
             workers: team.threads(),
             profile: profile.as_ref(),
             ring,
+            fault: fault.then_some(compiled.stages.len() / 2),
         };
         let work = |index: usize, barrier: &Barrier| match scratch.get(index) {
             // A worker that panicked left its scratch in some state; every step overwrites what it reads of it.

@@ -20,6 +20,7 @@ mod rows;
 pub mod simd;
 mod weights;
 
+pub use host_device::{HostDevice, HostOptions};
 pub use provider::{CpuOptions, CpuProvider};
 
 /// The kernel family in use on this machine, or why there is none: an instruction set that was asked for and is missing.

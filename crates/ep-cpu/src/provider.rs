@@ -199,7 +199,7 @@ impl Provider for CpuProvider {
         let attached = attached.as_mut().ok_or_else(|| NAME.invalid("no model is attached"))?;
         let recorded = programs.get_mut(&id.0).ok_or_else(|| NAME.invalid(format!("no program {}", id.0)))?;
         let Attached { model, geometry, weights, rope, kv } = attached;
-        let bound = Bound { model, geometry: *geometry, weights, rope, workspace, kv, ring: None };
+        let bound = Bound { model, geometry: *geometry, weights, rope, workspace, kv, ring: None, fault: false };
         executor.run(recorded, bound, input, output)
     }
 }

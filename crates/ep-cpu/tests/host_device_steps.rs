@@ -5,10 +5,27 @@ mod host_rig;
 
 use headrace_ep_cpu::host_device::HostDevice;
 use headrace_numerics::format::{Format, Nbits, ScaleType, ZeroPoint};
-use headrace_provider::{Provider, RangeKind};
+use headrace_provider::{Instr, Op, Provider, RangeKind};
 use headrace_testing::{ModelShape, generator};
 use host_rig::{GRANULE, Rig, options, tokens};
 use rand::Rng;
+
+/// No operation behind the last layer: the last slot is released when the step is over.
+#[test]
+fn a_program_that_ends_with_a_release() {
+    let shape = ModelShape::default();
+    let mut rig = Rig::new(HostDevice::new(options(2)).unwrap(), &shape, 2, 21);
+    let tokens = tokens(21, 4, shape.vocab);
+    let want = rig.expected(&tokens);
+    let (prologue, mut step) = rig.schedule(3);
+    assert_eq!(step.instrs.iter().position(|i| *i == Instr::Op(Op::Argmax)), Some(step.instrs.len() - 1));
+    step.instrs.pop();
+    let step = rig.begin_with(prologue, step).unwrap();
+    for (i, token) in tokens.iter().enumerate() {
+        assert_eq!(rig.step(step, i, &[*token]).unwrap(), want[i]);
+        assert!(rig.output.tokens.is_empty());
+    }
+}
 
 fn shapes() -> Vec<ModelShape> {
     let int4 = Format::Nbits(Nbits { bits: 4, block: 32, scale: ScaleType::F16, zero: ZeroPoint::PerBlock });

@@ -109,6 +109,8 @@ pub struct Step<'a> {
     pub profile: Option<&'a Profile>,
     /// The staging ring, where there is one.
     pub ring: Option<&'a dyn RingEvents>,
+    /// The stage at which every worker fails, if a test asked for it.
+    pub fault: Option<usize>,
 }
 
 /// Marks a choice as the index of a non-finite logit.
@@ -126,7 +128,10 @@ impl Step<'_> {
                 profile.lap(kind(work), clock);
             }
         };
-        for stage in &self.compiled.stages {
+        for (number, stage) in self.compiled.stages.iter().enumerate() {
+            if self.fault == Some(number) {
+                return Err(format!("stage {number}: a fault that was asked for"));
+            }
             self.enter(stage, index, barrier)?;
             match &stage.work {
                 Work::Embed(table) => {

@@ -20,7 +20,7 @@ pub enum FaultPoint {
     Copy,
     /// `record`.
     Record,
-    /// `run`, before anything is computed.
+    /// `run`, in the middle of the step, with its copies on their way; a program of copies alone before it starts them.
     Run,
 }
 

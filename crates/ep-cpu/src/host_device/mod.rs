@@ -494,12 +494,12 @@ impl Provider for HostDevice {
     fn run(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
         output.tokens.clear();
         output.logits.clear();
-        self.strike(FaultPoint::Run)?;
         let positions = self.attached()?.positions;
         if let Some(row) = input.rows.iter().find(|r| r.position >= positions) {
             return Err(NAME.invalid(format!("position {}: tables are kept for {positions}", row.position)));
         }
         self.ready(id.0)?;
+        let fault = self.probe.strikes(FaultPoint::Run);
         let HostDevice { copier, executor, memory, attached, programs, ring, .. } = self;
         let (Some(attached), Some(program)) = (attached.as_mut(), programs.get_mut(&id.0)) else {
             return Err(NAME.invalid(format!("no program {}", id.0)));
@@ -531,6 +531,7 @@ impl Provider for HostDevice {
             workspace: &mut memory.workspace,
             kv: &mut memory.kv,
             ring: running.as_ref().map(|r| r as &dyn RingEvents),
+            fault,
         };
         let result = executor.run(&mut program.recorded, bound, input, output);
         let started = started.load(Ordering::Relaxed);
