@@ -10,6 +10,7 @@ use headrace_numerics::elementwise::KvDtype;
 
 use crate::kernels::convert::{from_f16, to_f16};
 use crate::memory::Region;
+use crate::simd::SimdLevel;
 
 /// The keys or the values of one head of one layer in one page.
 #[derive(Clone, Copy, Debug)]
@@ -86,7 +87,14 @@ impl<'a> KvPages<'a> {
     ///
     /// # Safety
     /// No worker writes these entries before the next barrier, unless it is this one.
-    pub unsafe fn load(&self, entries: Entries, tokens: Range<usize>, stride: usize, out: &mut [f32]) {
+    pub unsafe fn load(
+        &self,
+        level: SimdLevel,
+        entries: Entries,
+        tokens: Range<usize>,
+        stride: usize,
+        out: &mut [f32],
+    ) {
         let g = &self.geometry;
         if tokens.is_empty() {
             return;
@@ -101,7 +109,7 @@ impl<'a> KvPages<'a> {
             unsafe {
                 let at = first.add(i * g.token_stride());
                 match g.dtype {
-                    KvDtype::F16 => from_f16(std::slice::from_raw_parts(at.cast::<f16>(), len), &mut row[..len]),
+                    KvDtype::F16 => from_f16(level, std::slice::from_raw_parts(at.cast::<f16>(), len), &mut row[..len]),
                     KvDtype::F32 => row[..len].copy_from_slice(std::slice::from_raw_parts(at.cast::<f32>(), len)),
                 }
             }

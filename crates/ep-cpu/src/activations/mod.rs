@@ -5,6 +5,9 @@
 //! without a shuffle) and cut in eight dwords of four codes; dword `w` of lane `l` lies at byte `32 w + 4 l` of the
 //! group. A vector register then holds the same dword of eight blocks, and an integer dot product leaves the dots of
 //! eight blocks in eight lanes. Integer sums are exact, so neither order changes a bit.
+//!
+//! Where the last group of a row has four blocks at most, the row ends with a copy of it in which the blocks repeat (see
+//! [`shared_lanes`]), so that the last groups of several weight rows can share a register.
 
 #[cfg(target_arch = "x86_64")]
 #[allow(clippy::needless_range_loop)] // Indices name lanes across several arrays at once.
@@ -58,15 +61,44 @@ pub(crate) const fn element_at(p: usize) -> usize {
     16 * (p / 16) + 2 * (p % 8) + p % 16 / 8
 }
 
+/// Lanes that a row's last group takes where several weight rows share one: 2 for one or two blocks, 4 for three or
+/// four; 0 where the last group is full or has more blocks, and nothing is shared.
+pub(crate) const fn shared_lanes(cols: usize) -> usize {
+    match cols.div_ceil(BLOCK) % GROUP_BLOCKS {
+        1 | 2 => 2,
+        3 | 4 => 4,
+        _ => 0,
+    }
+}
+
+/// Groups that a row takes in the buffers.
+const fn slots(cols: usize) -> usize {
+    cols.div_ceil(GROUP_CODES) + (shared_lanes(cols) > 0) as usize
+}
+
+/// Fills every lane with the first `lanes` ones, over and over.
+fn repeat_lanes<T: Copy>(lanes: usize, from: &[T; GROUP_BLOCKS], to: &mut [T; GROUP_BLOCKS]) {
+    for (l, to) in to.iter_mut().enumerate() {
+        *to = from[l & (lanes - 1)];
+    }
+}
+
+fn repeat_codes(lanes: usize, from: &CodeGroup, to: &mut CodeGroup) {
+    let (from, to) = (from.0.as_chunks::<4>().0, to.0.as_chunks_mut::<4>().0);
+    for (from, to) in from.as_chunks::<GROUP_BLOCKS>().0.iter().zip(to.as_chunks_mut::<GROUP_BLOCKS>().0) {
+        repeat_lanes(lanes, from, to);
+    }
+}
+
 /// Quantised activation rows, `[rows, cols]`. The buffers are kept from step to step and only ever grow.
 #[derive(Default)]
 pub struct Activations {
     rows: usize,
     cols: usize,
     width: ActivationWidth,
-    /// Low bytes of 16-bit codes, or the 8-bit codes: `[rows, groups]`.
+    /// Low bytes of 16-bit codes, or the 8-bit codes: `[rows, slots]`.
     low: Vec<CodeGroup>,
-    /// High bytes of 16-bit codes, `[rows, groups]`; not used for 8-bit codes.
+    /// High bytes of 16-bit codes, `[rows, slots]`; not used for 8-bit codes.
     high: Vec<CodeGroup>,
     steps: Vec<StepGroup>,
 }
@@ -81,7 +113,7 @@ impl Activations {
     /// Allocates only if a batch has never been this large before.
     pub fn prepare(&mut self, rows: usize, cols: usize, width: ActivationWidth) {
         (self.rows, self.cols, self.width) = (rows, cols, width);
-        let need = rows * self.groups();
+        let need = rows * slots(cols);
         if self.low.len() < need {
             self.low.resize(need, ZERO_CODES);
             self.steps.resize(need, ZERO_STEPS);
@@ -107,13 +139,27 @@ impl Activations {
     }
 
     /// Groups of eight blocks in a row, the last one padded with zeros.
+    #[inline(always)]
     pub(crate) fn groups(&self) -> usize {
         self.cols.div_ceil(GROUP_CODES)
     }
 
     /// Low bytes (or 8-bit codes), high bytes (empty for 8-bit codes) and steps of row `row`, `groups()` long.
+    #[inline(always)]
     pub(crate) fn row(&self, row: usize) -> (&[CodeGroup], &[CodeGroup], &[StepGroup]) {
-        let range = row * self.groups()..(row + 1) * self.groups();
+        let first = row * slots(self.cols);
+        self.range(first..first + self.groups())
+    }
+
+    /// As [`Activations::row`], with the copy of the last group behind the groups if there is one.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(crate) fn row_and_shared(&self, row: usize) -> (&[CodeGroup], &[CodeGroup], &[StepGroup]) {
+        self.range(row * slots(self.cols)..(row + 1) * slots(self.cols))
+    }
+
+    #[inline(always)]
+    fn range(&self, range: std::ops::Range<usize>) -> (&[CodeGroup], &[CodeGroup], &[StepGroup]) {
         let high: &[CodeGroup] = match self.width {
             ActivationWidth::Int16 => &self.high[range.clone()],
             ActivationWidth::Int8 => &[],
@@ -187,32 +233,48 @@ impl ActivationWriter<'_> {
     /// No other thread may write the same row at the same time.
     pub unsafe fn quantise_row(&self, level: SimdLevel, row: usize, x: &[f32]) {
         assert!(row < self.rows && x.len() == self.cols, "activation row {row} of {} elements", x.len());
-        let groups = self.cols.div_ceil(GROUP_CODES);
+        let slots = slots(self.cols);
         let wide = self.width == ActivationWidth::Int16;
-        // SAFETY: `prepare` made every buffer at least `rows * groups` long (`high` for 16-bit codes only) and
+        // SAFETY: `prepare` made every buffer at least `rows * slots` long (`high` for 16-bit codes only) and
         // `row < rows`; the borrow of the batch keeps them alive and unmoved; the caller keeps other threads off the
         // row, and different rows don't overlap.
         let (low, high, steps) = unsafe {
             (
-                std::slice::from_raw_parts_mut(self.low.add(row * groups), groups),
-                if wide { std::slice::from_raw_parts_mut(self.high.add(row * groups), groups) } else { &mut [] },
-                std::slice::from_raw_parts_mut(self.steps.add(row * groups), groups),
+                std::slice::from_raw_parts_mut(self.low.add(row * slots), slots),
+                if wide { std::slice::from_raw_parts_mut(self.high.add(row * slots), slots) } else { &mut [] },
+                std::slice::from_raw_parts_mut(self.steps.add(row * slots), slots),
             )
         };
+        let groups = self.cols.div_ceil(GROUP_CODES);
+        let wide_groups = groups.min(high.len());
+        let (l, h, s) = (&mut low[..groups], &mut high[..wide_groups], &mut steps[..groups]);
         match level {
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512Vnni => {
                 assert!(level.is_available(), "this processor lacks {level}");
-                // SAFETY: the processor has the level; every buffer holds `groups` groups, `high` if it is needed.
-                unsafe { avx512::quantise(x, self.width, low, high, steps) }
+                // SAFETY: the processor has the level; every buffer holds all groups of the row, `high` if it is needed.
+                unsafe { avx512::quantise(x, self.width, l, h, s) }
             }
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx2 => {
                 assert!(level.is_available(), "this processor lacks {level}");
                 // SAFETY: the processor has the level.
-                unsafe { quantise_avx2(x, self.width, low, high, steps) }
+                unsafe { quantise_avx2(x, self.width, l, h, s) }
             }
-            _ => quantise_scalar(x, self.width, low, high, steps),
+            _ => quantise_scalar(x, self.width, l, h, s),
+        }
+        let lanes = shared_lanes(self.cols);
+        if lanes > 0 {
+            for plane in [low, high] {
+                if let [.., last, shared] = plane {
+                    repeat_codes(lanes, last, shared);
+                }
+            }
+            if let [.., last, shared] = steps {
+                repeat_lanes(lanes, &last.d, &mut shared.d);
+                repeat_lanes(lanes, &last.sum, &mut shared.sum);
+                repeat_lanes(lanes, &last.first, &mut shared.first);
+            }
         }
     }
 }

@@ -3,16 +3,20 @@
 use std::sync::atomic::AtomicUsize;
 
 use headrace_kv::geometry::KvHalf;
-use headrace_numerics::attention::CHUNK;
+use headrace_numerics::attention::{AttentionParams, CHUNK};
 use headrace_provider::Buffer;
 
 use super::Step;
+#[cfg(target_arch = "x86_64")]
+use super::attend_block::{SIDE_BY_SIDE, SideScratch};
 use crate::compile::Stage;
 use crate::kernels::attention::{ChunkSums, KEY_PAD, QUERY_PAD, chunk, combine, finish, padded};
 use crate::kernels::norm::rms_norm_in_place;
 use crate::kernels::rope::rotate;
 use crate::kv_pages::Entries;
 use crate::rows::TILE_ROWS;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::SimdLevel;
 
 /// A worker's float rows for attention, kept from step to step.
 #[derive(Default)]
@@ -29,6 +33,9 @@ pub struct AttendScratch {
     /// One chunk's output.
     part: Vec<f32>,
     padded: usize,
+    /// The same by sixteen queries, for tiles that have as many.
+    #[cfg(target_arch = "x86_64")]
+    side: SideScratch,
 }
 
 impl AttendScratch {
@@ -134,9 +141,13 @@ impl Step<'_> {
         let (dim, group) = (config.head_dim, config.heads / config.kv_heads);
         let params = &self.model.layers[layer].attention;
         let rows = &self.plan.order[self.plan.tiles[tile].clone()];
-        let Some(&first_row) = rows.first() else { return Ok(()) };
         let wide = padded(dim);
         scratch.prepare(wide, group * TILE_ROWS);
+        #[cfg(target_arch = "x86_64")]
+        if self.level == SimdLevel::Avx512Vnni && rows.len() * group >= SIDE_BY_SIDE {
+            let AttendScratch { keys, values, side, .. } = scratch;
+            return self.attend_side_by_side(layer, rows, kv_head, keys, values, side);
+        }
         let AttendScratch { keys, values, queries, totals, sums, part, .. } = scratch;
         let columns = kv_head * group * dim;
         for (r, &row) in rows.iter().enumerate() {
@@ -147,23 +158,9 @@ impl Step<'_> {
             }
         }
         let position = |row: usize| self.input.rows[row].position;
-        let last = rows.last().map_or(0, |&r| position(r));
-        let table = &self.input.page_tables[self.input.rows[first_row].sequence];
-        let page_tokens = self.kv.geometry().page_tokens;
-        let lowest = params.first_visible(position(first_row));
-        for c in lowest / CHUNK..=last / CHUNK {
+        for c in self.chunks(params, rows) {
             let start = c * CHUNK;
-            let (from, to) = (lowest.max(start), (last + 1).min(start + CHUNK));
-            let (page, at) = (table[start / page_tokens], start % page_tokens);
-            let offset = (from - start) * wide;
-            let tokens = at + from - start..at + to - start;
-            // SAFETY: positions before this step's were stored by earlier steps, this step's before the last barrier,
-            // or by this worker.
-            unsafe {
-                let entries = |half| Entries { page, layer, half, head: kv_head };
-                self.kv.load(entries(KvHalf::Key), tokens.clone(), wide, &mut keys[offset..]);
-                self.kv.load(entries(KvHalf::Value), tokens, wide, &mut values[offset..]);
-            }
+            self.load_chunk(layer, rows, kv_head, start, keys, values);
             for (r, &row) in rows.iter().enumerate() {
                 let pos = position(row);
                 let first = params.first_visible(pos);
@@ -193,5 +190,40 @@ impl Step<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The chunks that a tile's rows see.
+    pub(super) fn chunks(&self, params: &AttentionParams, rows: &[usize]) -> std::ops::RangeInclusive<usize> {
+        let position = |row: Option<&usize>| row.map_or(0, |&r| self.input.rows[r].position);
+        params.first_visible(position(rows.first())) / CHUNK..=position(rows.last()) / CHUNK
+    }
+
+    /// Loads what a tile's rows see of the chunk at position `start`: position `start + j` in row `j` of `keys` and of
+    /// `values`.
+    pub(super) fn load_chunk(
+        &self,
+        layer: usize,
+        rows: &[usize],
+        kv_head: usize,
+        start: usize,
+        keys: &mut [f32],
+        values: &mut [f32],
+    ) {
+        let (Some(&first), Some(&last)) = (rows.first(), rows.last()) else { return };
+        let (first, last) = (self.input.rows[first], self.input.rows[last]);
+        let wide = padded(self.model.config.head_dim);
+        let page_tokens = self.kv.geometry().page_tokens;
+        let lowest = self.model.layers[layer].attention.first_visible(first.position);
+        let (from, to) = (lowest.max(start), (last.position + 1).min(start + CHUNK));
+        let page = self.input.page_tables[first.sequence][start / page_tokens];
+        let (at, offset) = (start % page_tokens, (from - start) * wide);
+        let tokens = at + from - start..at + to - start;
+        let entries = |half| Entries { page, layer, half, head: kv_head };
+        // SAFETY: positions before this step's were stored by earlier steps, this step's before the last barrier, or by
+        // this worker.
+        unsafe {
+            self.kv.load(self.level, entries(KvHalf::Key), tokens.clone(), wide, &mut keys[offset..]);
+            self.kv.load(self.level, entries(KvHalf::Value), tokens, wide, &mut values[offset..]);
+        }
     }
 }

@@ -2,6 +2,8 @@
 
 mod activate;
 mod attend;
+#[cfg(target_arch = "x86_64")]
+mod attend_block;
 mod ring;
 
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -46,7 +46,8 @@ fn dots_scalar(q: &[f32], keys: &[f32], groups: std::ops::Range<usize>, out: &mu
                 lanes[i] = x[i].mul_add(k[i], lanes[i]);
             }
         }
-        let [a, b, c, d] = [0, 1, 2, 3].map(|i| lanes[i] + lanes[i + 4]);
+        let (a, b) = (lanes[0] + lanes[4], lanes[1] + lanes[5]);
+        let (c, d) = (lanes[2] + lanes[6], lanes[3] + lanes[7]);
         out[j] = (a + c) + (b + d);
     }
 }
@@ -98,6 +99,11 @@ pub fn chunk(
 ) -> ChunkSums {
     let mut scores = [0f32; CHUNK];
     dots(level, q, keys, visible.start / 8..visible.end.div_ceil(8), &mut scores);
+    #[cfg(target_arch = "x86_64")]
+    if level == SimdLevel::Avx512Vnni {
+        // SAFETY: such a level is only ever made on a processor that has it.
+        return unsafe { super::attention_block::weigh(&scores, values, visible, params, out) };
+    }
     weigh(level, &mut scores, values, visible.start, visible.end, params.scale, params.softcap, out)
 }
 
@@ -136,7 +142,8 @@ per_level! {
                 *lane += x;
             }
         }
-        let [a, b, c, d] = [0, 1, 2, 3].map(|i| lanes[i] + lanes[i + 4]);
+        let (a, b) = (lanes[0] + lanes[4], lanes[1] + lanes[5]);
+        let (c, d) = (lanes[2] + lanes[6], lanes[3] + lanes[7]);
         let dim = out.len();
         let mut at = 0;
         while at + 64 <= dim {

@@ -6,7 +6,7 @@ use super::per_level;
 
 /// `1.5 * 2^23`: adding it rounds a small float to an integer, to nearest even, and leaves that integer in the low
 /// bits of the sum.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// `e^x`, bit-equal to [`headrace_numerics::elementwise::exp`], without a branch and without a conversion.
 #[inline(always)]

@@ -5,6 +5,8 @@
 
 pub(crate) mod argmax;
 pub(crate) mod attention;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod attention_block;
 pub(crate) mod convert;
 pub(crate) mod elementwise;
 pub(crate) mod norm;

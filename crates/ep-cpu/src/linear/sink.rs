@@ -59,11 +59,13 @@ unsafe impl Send for Columns<'_> {}
 
 impl Columns<'_> {
     /// Number of rows.
+    #[inline(always)]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
     /// Number of columns.
+    #[inline(always)]
     pub fn width(&self) -> usize {
         self.width
     }
@@ -72,6 +74,7 @@ impl Columns<'_> {
     ///
     /// # Panics
     /// If `row` is out of range.
+    #[inline(always)]
     pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
         assert!(row < self.rows, "row {row} of {}", self.rows);
         // SAFETY: rows and columns were checked against the buffer by `Sink::new` and `Sink::columns`; nobody else

@@ -1,10 +1,19 @@
-//! The barrier between the phases of a step: spin for a moment, then yield, and never hang on a worker that died.
+//! The barrier between the phases of a step: spin for a moment, then yield, then sleep, and never hang on a worker that
+//! died.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-/// Turns of the busy wait before a waiting worker starts to give its time slice away. About 10 microseconds: longer
+/// Turns of the busy wait before a waiting worker starts to give its time slice away. Some 10 microseconds: longer
 /// than the spread of the workers at a barrier, shorter than what another program on the core would notice.
-const SPINS: u32 = 1 << 11;
+const SPINS: u32 = 1 << 10;
+
+/// Turns, busy ones included, before a waiting worker sleeps: by then the others must have lost their cores to another
+/// program, and a worker that sleeps leaves them its own and keeps its claim to it.
+const TURNS: u32 = SPINS + 16;
+
+/// The longest that a worker sleeps before it looks whether the step was given up, in nanoseconds. Only a failure can
+/// take so long; the last worker to arrive wakes the sleepers.
+const NAP: i64 = 2_000_000;
 
 /// A worker of the same step panicked; nothing that the step computed may be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +29,7 @@ pub struct Barrier {
     workers: u32,
     arrived: AtomicU32,
     generation: AtomicU32,
+    sleepers: AtomicU32,
     poisoned: AtomicBool,
 }
 
@@ -30,6 +40,7 @@ impl Barrier {
             workers: workers.max(1) as u32,
             arrived: AtomicU32::new(0),
             generation: AtomicU32::new(0),
+            sleepers: AtomicU32::new(0),
             poisoned: AtomicBool::new(false),
         }
     }
@@ -43,7 +54,11 @@ impl Barrier {
         // AcqRel: the last arrival must have seen what the others wrote, and passes it on by the store below.
         if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.workers {
             self.arrived.store(0, Ordering::Relaxed);
-            self.generation.store(generation.wrapping_add(1), Ordering::Release);
+            // SeqCst here and in `sleep`: either this worker sees the sleeper, or the sleeper the new generation.
+            self.generation.store(generation.wrapping_add(1), Ordering::SeqCst);
+            if self.sleepers.load(Ordering::SeqCst) > 0 {
+                wake(&self.generation);
+            }
         } else {
             let mut turns = 0u32;
             while self.generation.load(Ordering::Acquire) == generation {
@@ -53,8 +68,13 @@ impl Barrier {
                 if turns < SPINS {
                     turns += 1;
                     std::hint::spin_loop();
-                } else {
+                } else if turns < TURNS {
+                    turns += 1;
                     std::thread::yield_now();
+                } else {
+                    self.sleepers.fetch_add(1, Ordering::SeqCst);
+                    sleep(&self.generation, generation);
+                    self.sleepers.fetch_sub(1, Ordering::SeqCst);
                 }
             }
         }
@@ -71,6 +91,35 @@ impl Barrier {
         self.poisoned.store(true, Ordering::Release);
     }
 }
+
+/// Sleeps for [`NAP`] at most, unless `word` isn't `expected` any more.
+#[cfg(target_os = "linux")]
+fn sleep(word: &AtomicU32, expected: u32) {
+    let nap = libc::timespec { tv_sec: 0, tv_nsec: NAP };
+    // SAFETY: the call reads the word and the time, both of which outlive it; it writes nothing.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, expected, &nap);
+    }
+}
+
+/// Wakes everybody who sleeps on `word`.
+#[cfg(target_os = "linux")]
+fn wake(word: &AtomicU32) {
+    // SAFETY: the call takes the word's address for a name and touches no memory of ours.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX);
+    }
+}
+
+/// Without a futex: gives the time slice away.
+#[cfg(not(target_os = "linux"))]
+fn sleep(_: &AtomicU32, _: u32) {
+    std::thread::yield_now();
+}
+
+/// Without a futex nobody sleeps.
+#[cfg(not(target_os = "linux"))]
+fn wake(_: &AtomicU32) {}
 
 #[cfg(test)]
 mod tests {

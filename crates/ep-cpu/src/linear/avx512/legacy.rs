@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::tile::{RowBytes, Table, Tile, Unpack, load, table};
+use super::tile::{RowBytes, Table, Tile, Unpack, first_bytes, load, table};
 use crate::activations::{GROUP_BLOCKS, code_at};
 
 /// Where each byte of a gathered register comes from in the bytes of a group; `NOWHERE` for a byte of no meaning.
@@ -90,6 +90,30 @@ impl Group {
         }
     }
 
+    /// The bytes of `LANES` blocks, each of several rows: as if they were eight blocks of one row.
+    ///
+    /// # Safety
+    /// `LANES * SIZE` bytes must be readable `at` bytes into each of the `8 / LANES` rows.
+    #[inline(always)]
+    unsafe fn load_shared<const LANES: usize, const SIZE: usize>(rows: &[RowBytes<'_>], at: usize) -> Group {
+        let run = LANES * SIZE;
+        // SAFETY: a mask leaves out what isn't the row's run; a masked load does not touch what its mask leaves out.
+        unsafe {
+            let mut group = [_mm512_setzero_si512(); 3];
+            for i in 0..GROUP_BLOCKS / LANES {
+                let base = rows[i].0[0].as_ptr().wrapping_add(at).wrapping_sub(i * run);
+                for (v, register) in group.iter_mut().enumerate() {
+                    let (from, to) = ((i * run).max(64 * v), ((i + 1) * run).min(64 * v + 64));
+                    if from < to {
+                        let mask = first_bytes(to - 64 * v) & !first_bytes(from - 64 * v);
+                        *register = _mm512_mask_loadu_epi8(*register, mask, base.wrapping_add(64 * v).cast());
+                    }
+                }
+            }
+            Group(group)
+        }
+    }
+
     /// The bytes that a table names.
     #[inline(always)]
     unsafe fn gather(&self, idx: &Table<[u8; 64]>, third: u64) -> __m512i {
@@ -144,15 +168,33 @@ macro_rules! packed_format {
             const ZERO_SHIFT: u32 = $zero;
             const ZERO_EACH: bool = false;
             const GROUP_BYTES: usize = GROUP_BLOCKS * $size;
+            const SHARED: bool = true;
 
             #[inline(always)]
             unsafe fn tile<const TAIL: bool>(&self, row: RowBytes<'_>, g: usize, count: usize) -> Tile {
+                // SAFETY: the caller vouches for the group and the processor.
+                unsafe { Self::unpack(Group::load::<TAIL, $size>(row.0[0].as_ptr().add(g * Self::GROUP_BYTES), count)) }
+            }
+
+            #[inline(always)]
+            unsafe fn shared_tile<const LANES: usize>(&self, rows: &[RowBytes<'_>], g: usize) -> Tile {
+                // SAFETY: as above.
+                unsafe { Self::unpack(Group::load_shared::<LANES, $size>(rows, g * Self::GROUP_BYTES)) }
+            }
+        }
+
+        impl $name {
+            /// The tile of eight blocks' bytes.
+            ///
+            /// # Safety
+            /// The processor must have `SimdLevel::Avx512Vnni`.
+            #[inline(always)]
+            unsafe fn unpack(group: Group) -> Tile {
                 static EVEN: Table<[u8; 64]> = indices($name::EVEN);
                 static ODD: Table<[u8; 64]> = indices($name::ODD);
                 static HEADS: Table<[u8; 64]> = indices($name::HEADS);
-                // SAFETY: the caller vouches for the group and the processor.
+                // SAFETY: the caller vouches for the processor.
                 unsafe {
-                    let group = Group::load::<TAIL, $size>(row.0[0].as_ptr().add(g * Self::GROUP_BYTES), count);
                     let (z0, z2) = nibbles(group.gather(&EVEN, const { third($name::EVEN) }));
                     let (z1, z3) = nibbles(group.gather(&ODD, const { third($name::ODD) }));
                     let heads = group.gather(&HEADS, const { third($name::HEADS) });
@@ -258,30 +300,61 @@ unsafe impl Unpack for Q8_0 {
     const ZERO_SHIFT: u32 = 7;
     const ZERO_EACH: bool = false;
     const GROUP_BYTES: usize = GROUP_BLOCKS * 34;
+    const SHARED: bool = true;
 
     #[inline(always)]
     unsafe fn tile<const TAIL: bool>(&self, row: RowBytes<'_>, g: usize, count: usize) -> Tile {
         // SAFETY: the caller vouches for the group and the processor; blocks from `count` on are not read.
         unsafe {
             let base = row.0[0].as_ptr().add(g * Self::GROUP_BYTES);
-            let codes = |i: usize| {
-                if TAIL && i >= count {
-                    _mm256_setzero_si256()
-                } else {
-                    _mm256_loadu_si256(base.add(34 * i + 2).cast())
+            let mut at = [std::ptr::null(); GROUP_BLOCKS];
+            for (i, at) in at.iter_mut().enumerate() {
+                if !TAIL || i < count {
+                    *at = base.add(34 * i);
                 }
-            };
-            let scale = |i: usize| {
-                if TAIL && i >= count { 0 } else { base.add(34 * i).cast::<u16>().read_unaligned() as i16 }
-            };
-            let flip = _mm512_set1_epi8(-128);
-            let pair = |i: usize| {
-                let both = _mm512_inserti64x4(_mm512_castsi256_si512(codes(i)), codes(i + 4), 1);
-                _mm512_xor_si512(both, flip)
-            };
-            let z = transpose([pair(0), pair(1), pair(2), pair(3)], true);
-            let scales = _mm_set_epi16(scale(7), scale(6), scale(5), scale(4), scale(3), scale(2), scale(1), scale(0));
-            Tile::new(z, _mm256_cvtph_ps(scales))
+            }
+            Self::unpack::<TAIL>(at)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn shared_tile<const LANES: usize>(&self, rows: &[RowBytes<'_>], g: usize) -> Tile {
+        // SAFETY: as above, for each row.
+        unsafe {
+            let mut at = [std::ptr::null(); GROUP_BLOCKS];
+            for (i, at) in at.iter_mut().enumerate() {
+                *at = rows[i / LANES].0[0].as_ptr().add(g * Self::GROUP_BYTES + 34 * (i % LANES));
+            }
+            Self::unpack::<false>(at)
+        }
+    }
+}
+
+impl Q8_0 {
+    /// The tile of eight blocks, wherever they are; if `TAIL`, null for a block that doesn't exist.
+    ///
+    /// # Safety
+    /// 34 bytes must be readable at each address; the processor must have `SimdLevel::Avx512Vnni`.
+    #[inline(always)]
+    unsafe fn unpack<const TAIL: bool>(at: [*const u8; GROUP_BLOCKS]) -> Tile {
+        // SAFETY: the caller vouches for the addresses and the processor.
+        unsafe {
+            let mut codes = [_mm256_setzero_si256(); GROUP_BLOCKS];
+            let mut scales = [0u16; GROUP_BLOCKS];
+            for i in 0..GROUP_BLOCKS {
+                if !TAIL || !at[i].is_null() {
+                    codes[i] = _mm256_loadu_si256(at[i].add(2).cast());
+                    scales[i] = at[i].cast::<u16>().read_unaligned();
+                }
+            }
+            let mut pairs = [_mm512_setzero_si512(); 4];
+            for i in 0..4 {
+                let both = _mm512_inserti64x4(_mm512_castsi256_si512(codes[i]), codes[i + 4], 1);
+                pairs[i] = _mm512_xor_si512(both, _mm512_set1_epi8(-128));
+            }
+            let [a, b, c, d, e, f, g, h] = scales;
+            let scales = _mm_set_epi16(h as i16, g as i16, f as i16, e as i16, d as i16, c as i16, b as i16, a as i16);
+            Tile::new(transpose(pairs, true), _mm256_cvtph_ps(scales))
         }
     }
 }

@@ -37,10 +37,24 @@ impl Tile {
 #[derive(Clone, Copy)]
 pub(super) struct RowBytes<'a>(pub(super) [&'a [u8]; MAX_PLANES]);
 
-impl<'a> RowBytes<'a> {
+/// All rows of a matrix, with the bytes of a row counted once.
+#[derive(Clone, Copy)]
+pub(super) struct Rows<'a> {
+    planes: [&'a [u8]; MAX_PLANES],
+    bytes: [usize; MAX_PLANES],
+}
+
+impl<'a> Rows<'a> {
+    pub(super) fn new(w: &WeightView<'a>) -> Self {
+        let bytes = std::array::from_fn(|plane| w.format.row_bytes(plane, w.cols));
+        Rows { planes: w.planes, bytes }
+    }
+
+    /// Where row `row` is.
     #[inline(always)]
-    pub(super) fn new(w: &WeightView<'a>, row: usize) -> Self {
-        RowBytes([w.row(0, row), w.row(1, row), w.row(2, row)])
+    pub(super) fn row(&self, row: usize) -> RowBytes<'a> {
+        let plane = |p: usize| &self.planes[p][row * self.bytes[p]..(row + 1) * self.bytes[p]];
+        RowBytes([plane(0), plane(1), plane(2)])
     }
 }
 
@@ -65,6 +79,19 @@ pub(super) unsafe trait Unpack: Copy {
     /// # Safety
     /// The row must be of the format and hold these blocks; the processor must have `SimdLevel::Avx512Vnni`.
     unsafe fn tile<const TAIL: bool>(&self, row: RowBytes<'_>, g: usize, count: usize) -> Tile;
+
+    /// True for formats that have [`Unpack::shared_tile`].
+    const SHARED: bool = false;
+
+    /// The `LANES` blocks `8 g .. 8 g + LANES` of each of `8 / LANES` rows, side by side.
+    ///
+    /// # Safety
+    /// As [`Unpack::tile`], for each of the rows.
+    #[inline(always)]
+    unsafe fn shared_tile<const LANES: usize>(&self, rows: &[RowBytes<'_>], g: usize) -> Tile {
+        // SAFETY: passed on to the caller. Only formats that have a form of their own are asked for one.
+        unsafe { self.tile::<true>(rows[0], g, LANES) }
+    }
 }
 
 /// A mask of the first `n` bytes of a register (all of them from 64 on).
@@ -105,21 +132,35 @@ pub(super) unsafe fn dots<F: Unpack, const WIDE: bool>(
 ) -> [__m256i; 2] {
     // SAFETY: the groups are 256 aligned bytes; the caller's processor has AVX-512 with VNNI.
     unsafe {
-        let at = |g: &CodeGroup, v: usize| _mm512_load_si512(g.0.as_ptr().add(64 * v).cast());
-        let chain = |range: std::ops::Range<usize>| {
-            let mut acc = _mm512_setzero_si512();
-            if WIDE && let Some(high) = high {
-                for v in range.clone() {
-                    acc = _mm512_dpbusd_epi32(acc, z[v], at(high, v));
-                }
-                acc = _mm512_slli_epi32(acc, 8);
+        let none = _mm256_setzero_si256();
+        if F::HALVES {
+            [chain::<WIDE, 0, 2>(z, low, high), chain::<WIDE, 2, 4>(z, low, high)]
+        } else {
+            [chain::<WIDE, 0, 4>(z, low, high), none]
+        }
+    }
+}
+
+/// The integer dots of registers `FROM .. TO`.
+#[inline(always)]
+unsafe fn chain<const WIDE: bool, const FROM: usize, const TO: usize>(
+    z: &[__m512i; 4],
+    low: &CodeGroup,
+    high: Option<&CodeGroup>,
+) -> __m256i {
+    // SAFETY: the groups are 256 aligned bytes; the caller's processor has AVX-512 with VNNI.
+    unsafe {
+        let mut acc = _mm512_setzero_si512();
+        if WIDE && let Some(high) = high {
+            for v in FROM..TO {
+                acc = _mm512_dpbusd_epi32(acc, z[v], _mm512_load_si512(high.0.as_ptr().add(64 * v).cast()));
             }
-            for v in range {
-                acc = _mm512_dpbusd_epi32(acc, z[v], at(low, v));
-            }
-            _mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1))
-        };
-        if F::HALVES { [chain(0..2), chain(2..4)] } else { [chain(0..4), _mm256_setzero_si256()] }
+            acc = _mm512_slli_epi32(acc, 8);
+        }
+        for v in FROM..TO {
+            acc = _mm512_dpbusd_epi32(acc, z[v], _mm512_load_si512(low.0.as_ptr().add(64 * v).cast()));
+        }
+        _mm256_add_epi32(_mm512_castsi512_si256(acc), _mm512_extracti64x4_epi64(acc, 1))
     }
 }
 
