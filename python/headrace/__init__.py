@@ -18,9 +18,19 @@ from headrace._core import (
     build_info,
 )
 from headrace._engine import Engine
-from headrace._plan import ModelSummary, Plan, TensorEntry, plan
+from headrace._plan import MemoryPlan, ModelSummary, Need, PieceEntry, Plan, TensorEntry, plan
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
-from headrace._stats import DeviceStats, KvStats, Stats, TimeStats, TokenStats, WeightStats
+from headrace._stats import (
+    DeviceStats,
+    GraphStats,
+    HolderStats,
+    KvStats,
+    PoolStats,
+    Stats,
+    TimeStats,
+    TokenStats,
+    WeightStats,
+)
 
 __all__ = [
     "BatchResult",
@@ -31,12 +41,18 @@ __all__ = [
     "Engine",
     "Generation",
     "GenerationStats",
+    "GraphStats",
     "HeadraceError",
+    "HolderStats",
     "KvStats",
+    "MemoryPlan",
     "ModelFormatError",
     "ModelSummary",
+    "Need",
     "NonFiniteError",
+    "PieceEntry",
     "Plan",
+    "PoolStats",
     "Stats",
     "Stream",
     "TensorEntry",

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace import _core
 from headrace._catalog import resolve
-from headrace._plan import ModelSummary, Plan
+from headrace._options import Activations, Device, KvDtype, KvLayout, load_options
+from headrace._plan import Plan
 from headrace._progress import GenerationProgress
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
+from headrace._sizes import parse_size
 from headrace._stats import Stats
 
-Device = Literal["auto", "cpu"]
-Activations = Literal["int16", "int8"]
-KvDtype = Literal["float16", "float32"]
-KvLayout = Literal["head-major", "seq-major"]
 
 
 class Engine:
@@ -43,6 +40,7 @@ class Engine:
         model: str | os.PathLike[str],
         *,
         device: Device = "auto",
+        vram_limit: int | str | None = None,
         max_context: int | None = None,
         max_batch: int = 8,
         prefill_chunk: int = 256,
@@ -50,13 +48,19 @@ class Engine:
         kv_dtype: KvDtype = "float16",
         kv_layout: KvLayout = "head-major",
         threads: int | None = None,
+        piece_bytes: int | str | None = None,
+        ring_slots: int = 4,
     ) -> Engine:
         """Loads a model.
 
         Args:
             model: A GGUF file, a directory of the ONNX Runtime GenAI builder (or its `.onnx` file), or a name that
                 `headrace.fetch` knows, such as `"smollm2-135m"`.
-            device: `"auto"` picks the best device that is there; `"cpu"` computes on the host's cores.
+            device: `"auto"` picks the best device that is there; `"cpu"` computes on the host's cores, reading weights from
+                the file's mapping; `"host-device"` does too, but in a memory of its own that is limited, mapped and streamed
+                into as a card's is.
+            vram_limit: Most bytes that everything on the device may take: an int, or a size such as `"8GiB"` or `"80%"`.
+                Weights that don't fit are streamed. Default: no limit.
             max_context: Most positions of a sequence, prompt and new tokens together. Default: what the model declares.
             max_batch: Most sequences in work at once.
             prefill_chunk: Token rows of a prompt that go through one step. Changes speed and workspace, never a token.
@@ -64,27 +68,31 @@ class Engine:
             kv_dtype: Storage of keys and values. `"float32"` is for audits.
             kv_layout: Order of keys and values in a page. Never changes a token.
             threads: Threads that compute on the host. Default: the cores that this process may use.
+            piece_bytes: Size of the pieces in which weights are placed and copied. Default: the device's own choice.
+            ring_slots: Slots of the staging ring, through which streamed pieces pass.
 
         Raises:
+            BudgetError: `vram_limit` can't hold what has to fit; the text is the whole breakdown.
             ModelFormatError: A file is damaged.
             UnsupportedModelError: A file is sound, but asks for something that Headrace doesn't do.
             DeviceError: The device refused memory or failed.
             ValueError: An argument is out of range.
             OSError: A file can't be read.
         """
-        return cls(
-            _core.Engine.load(
-                resolve(model),
-                device=device,
-                max_context=max_context,
-                max_batch=max_batch,
-                prefill_chunk=prefill_chunk,
-                activations=activations,
-                kv_dtype=kv_dtype,
-                kv_layout=kv_layout,
-                threads=threads,
-            )
+        options = load_options(
+            device=device,
+            vram_limit=vram_limit,
+            max_context=max_context,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+            activations=activations,
+            kv_dtype=kv_dtype,
+            kv_layout=kv_layout,
+            threads=threads,
+            piece_bytes=piece_bytes,
+            ring_slots=ring_slots,
         )
+        return cls(_core.Engine.load(resolve(model), options))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`. `add_special` puts the tokens in front that the model wants there."""
@@ -214,8 +222,8 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """What a step reads, and from where."""
-        return Plan(model=ModelSummary.from_dict(json.loads(self._inner.inventory())))
+        """What a step reads, and from where, as it is now."""
+        return Plan.from_json(self._inner.plan())
 
     @property
     def max_context(self) -> int:
@@ -240,6 +248,21 @@ class Engine:
     def stats(self) -> Stats:
         """Everything counted since `reset_stats`, and the gauges."""
         return Stats.from_dict(json.loads(self._inner.stats()))
+
+    def set_vram_limit(self, vram_limit: int | str) -> None:
+        """Changes the memory limit of the live engine, whole or not at all.
+
+        Raises `BudgetError` if the new limit can't hold what has to fit, `HeadraceError` if live sequences were promised
+        more, and `ValueError` on a device that has no limit. Nothing has changed then.
+        """
+        self._inner.set_vram_limit(parse_size("vram_limit", vram_limit))
+
+    def weight_checksums(self) -> list[int | None]:
+        """A checksum of every piece of weights that is resident, read back from the device; `None` for the others.
+
+        In read order; empty on a device that reads weights in place. For audits: no step may ever change one.
+        """
+        return self._inner.weight_checksums()
 
     def reset_stats(self) -> None:
         """Opens a new window: totals start at 0, gauges stay."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from headrace import _core
 from headrace._catalog import resolve
+from headrace._options import Activations, Device, KvDtype, KvLayout, load_options
 from headrace._records import Record
 
 
@@ -66,16 +67,94 @@ class ModelSummary(Record):
 
 
 @dataclass(frozen=True)
+class Need(Record):
+    """One part of what a memory limit has to hold."""
+
+    name: str
+    """`fixed`, `workspace`, `kv`, and `staging` or `weights`."""
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class PieceEntry(Record):
+    """A piece of weights: the unit of placement and of copying."""
+
+    tensors: tuple[tuple[str, int, int], ...]
+    """Name, first row and end row of each run in it."""
+    bytes: int
+    resident: bool
+    """True if it stays in device memory; false if every step copies it there."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan(Record):
+    """What a memory limit means for a model. Sizes in bytes."""
+
+    limit: int
+    minimum: int
+    """The smallest limit that works."""
+    everything: int
+    """The limit from which on nothing is ever streamed."""
+    needs: tuple[Need, ...]
+    """What must fit in any case."""
+    ring_slots: int
+    slot_bytes: int
+    kv_floor_bytes: int
+    """KV from the beginning. More comes from the weights as sequences grow."""
+    kv_max_bytes: int
+    resident_bytes: int
+    """Weights that stay in device memory."""
+    streamed_bytes: int
+    """Weights that every step copies."""
+    pieces: tuple[PieceEntry, ...]
+    """In read order."""
+
+
+@dataclass(frozen=True)
 class Plan(Record):
-    """What a run of a model would read, and from where."""
+    """What a run of a model reads, and from where."""
 
     model: ModelSummary
+    memory: MemoryPlan | None
+    """The placement under the limit; `None` on a device that reads weights in place."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """From what the core reports: `[model, memory or null]`."""
+        model, memory = json.loads(text)
+        return cls(ModelSummary.from_dict(model), None if memory is None else MemoryPlan.from_dict(memory))
 
 
-def plan(model: str | os.PathLike[str]) -> Plan:
-    """Reads a model's files and returns what a step would read.
+def plan(
+    model: str | os.PathLike[str],
+    *,
+    device: Device = "auto",
+    vram_limit: int | str | None = None,
+    max_context: int | None = None,
+    max_batch: int = 8,
+    prefill_chunk: int = 256,
+    activations: Activations = "int16",
+    kv_dtype: KvDtype = "float16",
+    kv_layout: KvLayout = "head-major",
+    piece_bytes: int | str | None = None,
+    ring_slots: int = 4,
+) -> Plan:
+    """Reads a model's files and returns what a step would read, without loading anything.
 
-    `model` is a GGUF file, a directory of the ONNX Runtime GenAI builder, or a name that `headrace.fetch` knows.
-    Raises `ModelFormatError`, `UnsupportedModelError` or `OSError`.
+    `model` and the options are those of `Engine.load`. Raises what that would, `BudgetError` for a limit that can't work
+    among them.
     """
-    return Plan(model=ModelSummary.from_dict(json.loads(_core.inventory(resolve(model)))))
+    options = load_options(
+        device=device,
+        vram_limit=vram_limit,
+        max_context=max_context,
+        max_batch=max_batch,
+        prefill_chunk=prefill_chunk,
+        activations=activations,
+        kv_dtype=kv_dtype,
+        kv_layout=kv_layout,
+        piece_bytes=piece_bytes,
+        ring_slots=ring_slots,
+    )
+    return Plan.from_json(_core.plan(resolve(model), options))

@@ -32,5 +32,8 @@ def _convert(hint: Any, value: Any) -> Any:
     if isinstance(hint, type) and issubclass(hint, Record):
         return hint.from_dict(value)
     if typing.get_origin(hint) is tuple:
-        return tuple(_convert(typing.get_args(hint)[0], item) for item in value)
+        inner = typing.get_args(hint)
+        if len(inner) == 2 and inner[1] is ...:
+            return tuple(_convert(inner[0], item) for item in value)
+        return tuple(_convert(kind, item) for kind, item in zip(inner, value, strict=True))
     return value

@@ -60,6 +60,62 @@ class WeightStats(Record):
 
 
 @dataclass(frozen=True)
+class HolderStats(Record):
+    """One holder's share of a pool, in bytes. Gauges, but for the peak."""
+
+    name: str
+    """`weights`, `staging`, `kv`, `workspace`, `fixed`."""
+    used: int
+    """Charged now."""
+    peak: int
+    """Largest charge in the window."""
+    lent: int
+    """Promised and unused: others may use it meanwhile."""
+    reclaimable: int
+    """What it can be asked to yield."""
+
+
+@dataclass(frozen=True)
+class PoolStats(Record):
+    """One pool of physical memory, in bytes. Gauges, but for the peaks."""
+
+    name: str
+    limit: int
+    """Hard limit."""
+    used: int
+    """Charged now, by the ledger."""
+    peak: int
+    """Largest charge in the window."""
+    unassigned: int
+    """Neither charged nor withheld."""
+    oversubscribed: int
+    """Charge beyond the limit, at its largest. Must be 0."""
+    underflows: int
+    """Releases of more than was charged, times. Must be 0."""
+    mapped: int
+    """Mapped now, by the device's own count."""
+    mapped_peak: int
+    """Largest count."""
+    unaccounted: int
+    """Mapped beyond what the ledger explains, at its largest. Must be 0."""
+    holders: tuple[HolderStats, ...]
+
+
+@dataclass(frozen=True)
+class GraphStats(Record):
+    """Recorded programs. Totals."""
+
+    captures: int
+    """Programs recorded for steps."""
+    replays: int
+    """Steps that replayed a recorded program."""
+    eager_ops: int
+    """Operations of a step that ran outside a recorded program. Must be 0."""
+    epochs: tuple[tuple[str, int], ...]
+    """Epochs that began, and why: `load`, `kv-growth`, `kv-shrink`, `limit`, `recovery`."""
+
+
+@dataclass(frozen=True)
 class KvStats(Record):
     """Keys and values. Gauges, but for the totals."""
 
@@ -106,5 +162,8 @@ class Stats(Record):
     device: DeviceStats
     tokens: TokenStats
     weights: WeightStats
+    memory: tuple[PoolStats, ...]
+    """Memory pools; empty where nothing is limited."""
     kv: KvStats
+    graph: GraphStats
     time: TimeStats

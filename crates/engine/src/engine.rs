@@ -4,21 +4,22 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use headrace_ep_cpu::{CpuOptions, CpuProvider};
-use headrace_kv::KvGeometry;
 use headrace_model::tokenizer::Tokenizer;
 use headrace_model::{Model, ModelSpec};
 use headrace_numerics::CONTRACT_VERSION;
-use headrace_provider::{DeviceInfo, ProgramId, Provider, RangeKind, StepInput, StepOutput, TokenRow};
+use headrace_provider::{DeviceInfo, StepInput, StepOutput, TokenRow};
 
 use crate::error::{EngineError, Result};
+use crate::home::Home;
 use crate::inventory::Inventory;
 use crate::kv_state::KvState;
-use crate::options::{DeviceChoice, EngineOptions, GenerationOptions};
-use crate::program;
+use crate::options::{EngineOptions, GenerationOptions};
+use crate::paged::PagedCounters;
+use crate::plan::MemoryReport;
 use crate::run::{FinishReason, Generation, Run, RunTime};
 use crate::sampling::Sampler;
-use crate::stats::{DeviceStats, Stats, TimeStats, TokenStats, WeightStats};
+use crate::setup::{Device, Setup};
+use crate::stats::{DeviceStats, GraphStats, PoolStats, Stats, TimeStats, TokenStats, WeightStats};
 
 /// Called between steps; `Err` stops the work, whose pages are given back.
 pub type Hook<'a> = dyn FnMut(Progress) -> Result<()> + 'a;
@@ -51,21 +52,19 @@ pub struct Engine {
     tokenizer: Option<Tokenizer>,
     options: EngineOptions,
     max_context: usize,
-    provider: Box<dyn Provider>,
-    program: ProgramId,
+    home: Home,
     kv: KvState,
     input: StepInput,
     output: StepOutput,
     counters: Counters,
+    /// The home's totals when the window opened.
+    before: PagedCounters,
     load_time: Duration,
-    asked_for: String,
-    step_bytes: u64,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Counters {
     tokens: TokenStats,
-    host_computed_bytes: u64,
     time: TimeStats,
 }
 
@@ -82,49 +81,41 @@ impl Engine {
 
     /// An engine for a model that is in memory already.
     pub fn from_spec(model: Arc<ModelSpec>, tokenizer: Option<Tokenizer>, options: EngineOptions) -> Result<Engine> {
-        options.check()?;
-        let declared = model.config.max_context;
-        let max_context = options.max_context.unwrap_or(declared);
-        if max_context > declared {
-            return Err(EngineError::argument(
-                "max_context",
-                max_context,
-                format!("the model declares {declared} positions and was not made for more"),
-            ));
-        }
-        let geometry = KvGeometry {
-            layers: model.layers.len(),
-            kv_heads: model.config.kv_heads,
-            head_dim: model.config.head_dim,
-            dtype: options.kv_dtype,
-            layout: options.kv_layout,
-            page_tokens: KvGeometry::DEFAULT_PAGE_TOKENS,
+        let setup = Setup::new(&model, &options)?;
+        let home = match setup.device(&options)? {
+            Device::InPlace(provider) => Home::in_place(provider, &model, setup.geometry, &options)?,
+            Device::Paged(provider, limit) => Home::paged(provider, &model, &options, setup.sizes(&options, limit))?,
         };
-        let asked_for = match options.device {
-            DeviceChoice::Auto | DeviceChoice::Cpu => String::new(),
-        };
-        let cpu = CpuOptions { threads: options.threads, level: None };
-        let mut provider: Box<dyn Provider> = Box::new(CpuProvider::new(cpu)?);
-        provider.attach(model.clone(), geometry)?;
-        let step = program::in_place(&model, &options);
-        provider.resize(RangeKind::Workspace, step.workspace_bytes(&model.config))?;
-        let program = provider.record(step)?;
-        let kv = KvState::new(geometry, max_context, options.max_batch, provider.as_mut())?;
+        let kv = KvState::new(setup.geometry, setup.max_context, options.max_batch, &home)?;
         Ok(Engine {
-            step_bytes: program::bytes_per_step(&model),
             model,
             tokenizer,
             options,
-            max_context,
-            provider,
-            program,
+            max_context: setup.max_context,
+            home,
             kv,
             input: StepInput::default(),
             output: StepOutput::default(),
             counters: Counters::default(),
+            before: PagedCounters::default(),
             load_time: Duration::ZERO,
-            asked_for,
         })
+    }
+
+    /// What the model at `path` holds, and what the limit of `options` would mean for it, without loading anything.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn plan(path: &Path, options: &EngineOptions) -> Result<(Inventory, Option<MemoryReport>)> {
+        let model = Arc::new(headrace_model::load(path)?.spec);
+        let setup = Setup::new(&model, options)?;
+        let memory = match setup.device(options)? {
+            Device::InPlace(_) => None,
+            Device::Paged(provider, limit) => {
+                Some(Home::plan_paged(provider, &model, options, &setup.sizes(options, limit))?)
+            }
+        };
+        Ok((Inventory::of(&model), memory))
     }
 
     /// The model.
@@ -157,7 +148,7 @@ impl Engine {
 
     /// What computes.
     pub fn device(&self) -> DeviceInfo {
-        self.provider.info()
+        self.home.info()
     }
 
     /// What the model's files hold.
@@ -200,8 +191,52 @@ impl Engine {
         if !std::mem::replace(&mut run.closed, true) {
             self.kv.free(run.sequence);
             self.counters.tokens.generations += 1;
+            self.relax();
         }
         Generation::of(run)
+    }
+
+    /// Gives KV capacity back that is no longer needed. A device that can't is no reason to lose a result: the capacity stays.
+    fn relax(&mut self) {
+        if let Err(error) = self.kv.relax(&mut self.home) {
+            log::warn!("KV memory was not given back: {error}");
+        }
+    }
+
+    /// Changes the limit of the live engine, whole or not at all.
+    ///
+    /// # Errors
+    /// [`EngineError::Budget`] if the new limit can't hold what is needed; [`EngineError::Kv`] if live sequences were promised
+    /// more than it can hold; [`EngineError::Argument`] on a device without a limit. Nothing has changed then.
+    pub fn set_vram_limit(&mut self, bytes: u64) -> Result<()> {
+        let plan = self.home.plan_for(bytes)?;
+        let old = self.home.buckets(self.kv.geometry(), self.max_context, self.options.max_batch)?;
+        self.kv.shrink_to_used(&mut self.home)?;
+        self.kv.set_buckets(plan.buckets.clone())?;
+        if let Err(error) = self.home.set_plan(plan) {
+            self.kv.set_buckets(old)?;
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// What the limit means for the model now; `None` where nothing is limited.
+    pub fn memory(&self) -> Option<MemoryReport> {
+        let budget = self.home.budget()?;
+        let weights = budget.weights();
+        Some(MemoryReport::of(&self.model, weights.layout(), budget.plan(), weights.placement()))
+    }
+
+    /// A checksum of every resident piece's bytes, read back from the device, in read order; `None` for a cold piece. For
+    /// tests: it never changes.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn weight_checksums(&self) -> Result<Vec<Option<u64>>> {
+        match self.home.budget() {
+            Some(budget) => Ok(budget.weights().checksums()?),
+            None => Ok(Vec::new()),
+        }
     }
 
     /// One step for all of `runs` that are not finished: the next token of those whose prompt is done, and a chunk of
@@ -215,7 +250,7 @@ impl Engine {
             return Ok(());
         }
         let started = Instant::now();
-        self.provider.run(self.program, &self.input, &mut self.output)?;
+        self.home.run(&self.input, &mut self.output)?;
         let elapsed = started.elapsed();
         let vocab = self.model.config.vocab;
         for (wanted, &row) in self.input.wanted.iter().enumerate() {
@@ -272,7 +307,7 @@ impl Engine {
         }
         for &(index, count) in &chunks {
             let run = &*runs[index];
-            self.kv.extend(run.sequence, run.stored, run.stored + count, self.provider.as_mut())?;
+            self.kv.extend(run.sequence, run.stored, run.stored + count, &mut self.home)?;
         }
         let input = &mut self.input;
         input.rows.clear();
@@ -299,7 +334,6 @@ impl Engine {
         c.tokens.rows += self.input.rows.len() as u64;
         c.tokens.prompt += prompt_rows as u64;
         c.tokens.emitted += given as u64;
-        c.host_computed_bytes += self.step_bytes;
         if prompt_rows > 0 {
             c.time.prefill_seconds += elapsed.as_secs_f64();
         } else {
@@ -389,6 +423,7 @@ impl Engine {
             let sequence = self.kv.create(tokens.len())?;
             let result = self.logits_of(sequence, tokens, last_only, hook, &mut out);
             self.kv.free(sequence);
+            self.relax();
             result?;
         }
         Ok(out)
@@ -410,7 +445,7 @@ impl Engine {
         while first < tokens.len() {
             hook(Progress { prompt_done: first, prompt_total: tokens.len(), new_tokens: 0 })?;
             let end = tokens.len().min(first + chunk);
-            self.kv.extend(sequence, first, end, self.provider.as_mut())?;
+            self.kv.extend(sequence, first, end, &mut self.home)?;
             let input = &mut self.input;
             input.rows.clear();
             input.rows.extend((first..end).map(|position| TokenRow { sequence: 0, position, token: tokens[position] }));
@@ -420,7 +455,7 @@ impl Engine {
             input.wanted.extend((first..end).filter(|p| !last_only || p + 1 == tokens.len()).map(|p| p - first));
             input.want_logits = true;
             let started = Instant::now();
-            self.provider.run(self.program, &self.input, &mut self.output)?;
+            self.home.run(&self.input, &mut self.output)?;
             self.count_step(started.elapsed(), end - first, 0);
             for (wanted, &row) in self.input.wanted.iter().enumerate() {
                 if let Err(index) = self.output.tokens[wanted] {
@@ -455,32 +490,38 @@ impl Engine {
     }
 
     /// Everything counted since [`Engine::reset_stats`], and the gauges.
-    pub fn stats(&self) -> Stats {
-        let info = self.provider.info();
-        Stats {
+    ///
+    /// # Errors
+    /// The governor's, if its books were wrong.
+    pub fn stats(&self) -> Result<Stats> {
+        let info = self.home.info();
+        let weights = self.home.counters();
+        let mut stats = Stats {
             contract_version: CONTRACT_VERSION,
             device: DeviceStats {
                 name: info.name,
                 description: info.description,
                 kernels: info.kernels,
                 threads: info.threads as u64,
-                asked_for: self.asked_for.clone(),
+                asked_for: String::new(),
             },
             tokens: self.counters.tokens.clone(),
-            weights: WeightStats {
-                referenced_bytes: self.model.weight_bytes() as u64,
-                repacked_bytes: info.repacked_bytes,
-                host_computed_bytes: self.counters.host_computed_bytes,
-                ..WeightStats::default()
-            },
+            weights: WeightStats::between(&self.before, &weights),
+            memory: self.home.report()?.iter().flat_map(|r| &r.pools).map(PoolStats::of).collect(),
             kv: self.kv.stats(),
+            graph: GraphStats::between(&self.before, &weights),
             time: TimeStats { load_seconds: self.load_time.as_secs_f64(), ..self.counters.time.clone() },
-        }
+        };
+        stats.weights.referenced_bytes = self.model.weight_bytes() as u64;
+        stats.weights.repacked_bytes = info.repacked_bytes;
+        Ok(stats)
     }
 
-    /// Opens a new window: totals start at 0, gauges stay.
+    /// Opens a new window: totals and peaks start again, gauges stay.
     pub fn reset_stats(&mut self) {
         self.counters = Counters::default();
+        self.before = self.home.counters();
+        self.home.reset_peaks();
         self.kv.reset_stats();
     }
 }

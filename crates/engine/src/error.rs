@@ -1,8 +1,11 @@
 //! Everything that can go wrong between a model file and a token, for people and for the Python exceptions.
 
 use headrace_kv::KvError;
+use headrace_memory_governor::GovernorError;
 use headrace_model::ModelError;
 use headrace_provider::DeviceError;
+
+use crate::plan::Breakdown;
 
 /// Result of the engine.
 pub type Result<T> = std::result::Result<T, EngineError>;
@@ -17,6 +20,12 @@ pub enum EngineError {
     /// The device.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The limit is too small: what must fit, and what is missing.
+    #[error("{0}")]
+    Budget(Box<Breakdown>),
+    /// The ledger refused a change.
+    #[error(transparent)]
+    Governor(#[from] GovernorError),
     /// A request doesn't fit the context length.
     #[error(
         "{tokens} tokens of prompt and {new} new ones exceed max_context = {max_context}; \

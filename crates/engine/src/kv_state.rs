@@ -1,14 +1,18 @@
 //! The engine's KV: sequences and pages, grown and shrunk in place on the provider.
 
 use headrace_kv::{Buckets, KvCache, KvGeometry, KvPageStore, PageCopy, SequenceId, StoreError};
-use headrace_provider::{Provider, RangeKind};
+use headrace_provider::RangeKind;
 
 use crate::error::Result;
+use crate::home::Home;
 use crate::stats::KvStats;
 
 /// The pages of every sequence of an engine.
 pub(crate) struct KvState {
     cache: KvCache,
+    /// Most pages in use since the last time that no sequence was live, and in the busy spell before that.
+    spell_pages: usize,
+    spell_before: usize,
     /// Totals at the last reset.
     growths_before: u64,
     moved_before: u64,
@@ -16,16 +20,20 @@ pub(crate) struct KvState {
 
 impl KvState {
     /// No page yet; room for `max_batch` sequences of `max_context` positions once it is grown that far.
-    pub(crate) fn new(
-        geometry: KvGeometry,
-        max_context: usize,
-        max_batch: usize,
-        provider: &mut dyn Provider,
-    ) -> Result<KvState> {
-        let most = geometry.pages_for(max_context).saturating_mul(max_batch);
-        let granule = provider.info().granule;
-        let buckets = Buckets::new(1, most, geometry.page_bytes() as u64, granule)?;
-        Ok(KvState { cache: KvCache::new(geometry, buckets)?, growths_before: 0, moved_before: 0 })
+    pub(crate) fn new(geometry: KvGeometry, max_context: usize, max_batch: usize, home: &Home) -> Result<KvState> {
+        let buckets = home.buckets(geometry, max_context, max_batch)?;
+        Ok(KvState {
+            cache: KvCache::new(geometry, buckets)?,
+            spell_pages: 0,
+            spell_before: 0,
+            growths_before: 0,
+            moved_before: 0,
+        })
+    }
+
+    /// Sizes of a page.
+    pub(crate) fn geometry(&self) -> KvGeometry {
+        self.cache.geometry()
     }
 
     /// Admits a sequence of at most `max_length` positions.
@@ -35,23 +43,18 @@ impl KvState {
 
     /// Gives the sequence pages for positions up to `length`, growing the capacity where it has to. A sequence that is
     /// longer, because a step failed, is cut back first.
-    pub(crate) fn extend(
-        &mut self,
-        id: SequenceId,
-        from: usize,
-        length: usize,
-        provider: &mut dyn Provider,
-    ) -> Result<()> {
+    pub(crate) fn extend(&mut self, id: SequenceId, from: usize, length: usize, home: &mut Home) -> Result<()> {
         if self.cache.length(id)? > from {
             self.cache.rewind(id, from)?;
         }
         let tokens = length - from;
         let needed = self.cache.pages_needed(&[(id, tokens)])?;
         if let Some(bucket) = self.cache.growth_for(needed)? {
-            let mut store = ProviderStore { provider, geometry: self.cache.geometry() };
+            let mut store = HomeStore { home, geometry: self.cache.geometry() };
             self.cache.grow(&mut store, bucket.pages)?;
         }
         self.cache.append(id, tokens)?;
+        self.spell_pages = self.spell_pages.max(self.cache.stats().used_pages);
         Ok(())
     }
 
@@ -66,6 +69,50 @@ impl KvState {
     pub(crate) fn free(&mut self, id: SequenceId) {
         // The one error is an unknown sequence, and then there is nothing to give back.
         let _ = self.cache.free(id);
+    }
+
+    /// Gives capacity back when no sequence is live and the last two busy spells both needed half of it or less: a single
+    /// short generation between long ones changes no epoch.
+    ///
+    /// # Errors
+    /// The device's; the capacity is as before then.
+    pub(crate) fn relax(&mut self, home: &mut Home) -> Result<()> {
+        if self.cache.stats().sequences > 0 {
+            return Ok(());
+        }
+        let spell = std::mem::take(&mut self.spell_pages);
+        let needed = spell.max(std::mem::replace(&mut self.spell_before, spell));
+        let target = self.cache.shrink_for(needed.max(1));
+        if target.pages * 2 <= self.cache.bucket().pages {
+            self.shrink_to(target.pages, home)?;
+        }
+        Ok(())
+    }
+
+    /// Gives back whatever live sequences don't hold.
+    ///
+    /// # Errors
+    /// As [`KvState::relax`].
+    pub(crate) fn shrink_to_used(&mut self, home: &mut Home) -> Result<()> {
+        let target = self.cache.shrink_for(self.cache.stats().used_pages.max(1));
+        match target.pages < self.cache.bucket().pages {
+            true => self.shrink_to(target.pages, home),
+            false => Ok(()),
+        }
+    }
+
+    fn shrink_to(&mut self, pages: usize, home: &mut Home) -> Result<()> {
+        let mut store = HomeStore { home, geometry: self.cache.geometry() };
+        self.cache.shrink(&mut store, pages)?;
+        Ok(())
+    }
+
+    /// Changes the largest capacity.
+    ///
+    /// # Errors
+    /// If live sequences were promised more; nothing has changed then.
+    pub(crate) fn set_buckets(&mut self, buckets: Buckets) -> Result<()> {
+        Ok(self.cache.set_buckets(buckets)?)
     }
 
     pub(crate) fn stats(&self) -> KvStats {
@@ -89,25 +136,19 @@ impl KvState {
     }
 }
 
-/// The provider's KV range as a page store.
-struct ProviderStore<'a> {
-    provider: &'a mut dyn Provider,
+/// The KV range of the model's home as a page store.
+struct HomeStore<'a> {
+    home: &'a mut Home,
     geometry: KvGeometry,
 }
 
-impl ProviderStore<'_> {
+impl HomeStore<'_> {
     fn at(&self, page: u32, offset: usize) -> u64 {
         u64::from(page) * self.geometry.page_bytes() as u64 + offset as u64
     }
 
-    fn resize(&mut self, pages: usize) -> std::result::Result<(), StoreError> {
-        let page_bytes = self.geometry.page_bytes();
-        let bytes = pages as u64 * page_bytes as u64;
-        self.provider.resize(RangeKind::Kv, bytes).map(drop).map_err(|e| StoreError::OutOfMemory {
-            pages,
-            page_bytes,
-            reason: e.to_string(),
-        })
+    fn bytes(&self, pages: usize) -> u64 {
+        pages as u64 * self.geometry.page_bytes() as u64
     }
 }
 
@@ -115,39 +156,45 @@ fn failed(error: impl ToString) -> StoreError {
     StoreError::Failed { what: error.to_string() }
 }
 
-impl KvPageStore for ProviderStore<'_> {
+impl KvPageStore for HomeStore<'_> {
     fn geometry(&self) -> KvGeometry {
         self.geometry
     }
 
     fn capacity_pages(&self) -> usize {
-        (self.provider.mapped(RangeKind::Kv) / self.geometry.page_bytes() as u64) as usize
+        (self.home.kv_mapped() / self.geometry.page_bytes() as u64) as usize
     }
 
     fn grow_to(&mut self, pages: usize) -> std::result::Result<u64, StoreError> {
         if pages > self.capacity_pages() {
-            self.resize(pages)?;
+            self.home.grow_kv(self.bytes(pages)).map_err(|e| StoreError::OutOfMemory {
+                pages,
+                page_bytes: self.geometry.page_bytes(),
+                reason: e.to_string(),
+            })?;
         }
         Ok(0)
     }
 
     fn shrink_to(&mut self, pages: usize) -> std::result::Result<(), StoreError> {
-        if pages < self.capacity_pages() {
-            self.resize(pages)?;
+        match pages < self.capacity_pages() {
+            true => self.home.shrink_kv(self.bytes(pages)).map_err(failed),
+            false => Ok(()),
         }
-        Ok(())
     }
 
     fn copy_page(&mut self, copy: PageCopy) -> std::result::Result<(), StoreError> {
-        let (from, to) = (self.at(copy.from, 0), self.at(copy.to, 0));
-        self.provider.copy_within(RangeKind::Kv, from, to, self.geometry.page_bytes() as u64).map_err(failed)
+        let (from, to, bytes) = (self.at(copy.from, 0), self.at(copy.to, 0), self.geometry.page_bytes() as u64);
+        self.home.with_provider(|p| p.copy_within(RangeKind::Kv, from, to, bytes)).map_err(failed)
     }
 
     fn read(&self, page: u32, offset: usize, into: &mut [u8]) -> std::result::Result<(), StoreError> {
-        self.provider.read(RangeKind::Kv, self.at(page, offset), into).map_err(failed)
+        let at = self.at(page, offset);
+        self.home.read_kv(at, into).map_err(failed)
     }
 
     fn write(&mut self, page: u32, offset: usize, bytes: &[u8]) -> std::result::Result<(), StoreError> {
-        self.provider.write(RangeKind::Kv, self.at(page, offset), bytes).map_err(failed)
+        let at = self.at(page, offset);
+        self.home.with_provider(|p| p.write(RangeKind::Kv, at, bytes)).map_err(failed)
     }
 }

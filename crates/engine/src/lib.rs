@@ -5,14 +5,22 @@
 
 #![forbid(unsafe_code)]
 
+pub mod budget;
 pub mod engine;
 pub mod error;
+mod home;
 pub mod inventory;
 mod kv_state;
+pub mod layout;
 pub mod options;
+pub mod paged;
+pub mod placement;
+pub mod plan;
 pub mod program;
 pub mod run;
 pub mod sampling;
+pub mod schedule;
+mod setup;
 pub mod stats;
 
 pub use engine::{Engine, Hook, Logits, Progress};

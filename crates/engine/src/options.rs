@@ -18,6 +18,9 @@ pub enum DeviceChoice {
     Auto,
     /// The host's cores, weights read from the file's mapping.
     Cpu,
+    /// The host's cores with a memory of their own that is mapped, streamed into and limited as a card's is: for tests, and to
+    /// see what a limit does without a card.
+    HostDevice,
 }
 
 /// Options of [`crate::Engine::load`].
@@ -25,6 +28,12 @@ pub enum DeviceChoice {
 pub struct EngineOptions {
     /// Device.
     pub device: DeviceChoice,
+    /// Bytes that everything on the device may take; `None` for no limit.
+    pub vram_limit: Option<u64>,
+    /// Bytes of a piece of weights, the unit of placement and copying; `None` for the device's own choice.
+    pub piece_bytes: Option<u64>,
+    /// Slots of the staging ring.
+    pub ring_slots: u32,
     /// Most positions of a sequence; `None` for the model's own limit.
     pub max_context: Option<usize>,
     /// Most sequences that are in work at once.
@@ -45,6 +54,9 @@ impl Default for EngineOptions {
     fn default() -> Self {
         EngineOptions {
             device: DeviceChoice::Auto,
+            vram_limit: None,
+            piece_bytes: None,
+            ring_slots: 4,
             max_context: None,
             max_batch: 8,
             prefill_chunk: 256,
@@ -81,6 +93,13 @@ impl EngineOptions {
             true => Err(EngineError::argument(name, value, format!("must be at most {most}"))),
             false => Ok(()),
         };
+        if !(2..=64).contains(&self.ring_slots) {
+            return Err(EngineError::argument("ring_slots", self.ring_slots, "must be 2 to 64"));
+        }
+        if self.piece_bytes.is_some_and(|b| !(4096..=1 << 30).contains(&b)) {
+            let given = self.piece_bytes.unwrap_or_default();
+            return Err(EngineError::argument("piece_bytes", given, "must be 4096 bytes to 1 GiB"));
+        }
         most("threads", self.threads.unwrap_or(1), 1024)?;
         most("prefill_chunk", self.prefill_chunk, 65_536)?;
         most("max_batch", self.max_batch, 65_536)

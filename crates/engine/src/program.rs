@@ -54,6 +54,21 @@ pub fn in_place(model: &ModelSpec, options: &EngineOptions) -> StepProgram {
     }
 }
 
+/// The matrices of the linear layers in read order, each once: what a step reads whole.
+pub fn linear_tensors(model: &ModelSpec) -> Vec<TensorId> {
+    let mut ids: Vec<TensorId> = Vec::new();
+    for layer in &model.layers {
+        ids.extend(layer.qkv.iter().map(|l| l.weight));
+        ids.push(layer.o.weight);
+        ids.extend(layer.gate_up.iter().map(|l| l.weight));
+        ids.push(layer.down.weight);
+    }
+    ids.push(model.lm_head.weight);
+    let mut seen = vec![false; model.tensors.len()];
+    ids.retain(|t| !std::mem::replace(&mut seen[t.0], true));
+    ids
+}
+
 /// Bytes of weights that one step reads: every tensor but the embedding, which is read by rows (unless it is the head
 /// too).
 pub fn bytes_per_step(model: &ModelSpec) -> u64 {

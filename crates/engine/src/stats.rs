@@ -1,6 +1,9 @@
 //! What an engine counts: totals over the window that `reset_stats` opens, and gauges that survive it.
 
+use headrace_memory_governor::{HolderReport, PoolReport, Source};
 use serde::Serialize;
+
+use crate::paged::{EpochReason, PagedCounters};
 
 /// What computes. Gauges.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -51,6 +54,120 @@ pub struct WeightStats {
     pub byte_hit_rate: Option<f64>,
 }
 
+impl WeightStats {
+    /// The totals of a window that opened at `before`.
+    pub fn between(before: &PagedCounters, now: &PagedCounters) -> WeightStats {
+        let resident = now.resident_bytes_read - before.resident_bytes_read;
+        let streamed = now.streamed_bytes - before.streamed_bytes;
+        let mapped = now.host_mapped_bytes - before.host_mapped_bytes;
+        let read = resident + streamed + mapped;
+        WeightStats {
+            resident_bytes_read: resident,
+            streamed_bytes: streamed,
+            host_mapped_bytes: mapped,
+            host_computed_bytes: now.host_computed_bytes - before.host_computed_bytes,
+            byte_hit_rate: (read > 0).then(|| resident as f64 / read as f64),
+            ..WeightStats::default()
+        }
+    }
+}
+
+/// One holder's share of a pool, in bytes. Gauges, but for the peak, which starts again at a reset.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct HolderStats {
+    /// `weights`, `staging`, `kv`, `workspace`, `fixed`.
+    pub name: String,
+    /// Charged now.
+    pub used: u64,
+    /// Largest charge.
+    pub peak: u64,
+    /// Promised and unused: others may use it meanwhile.
+    pub lent: u64,
+    /// What it can be asked to yield.
+    pub reclaimable: u64,
+}
+
+/// One pool of physical memory, in bytes. Gauges, but for the peaks.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct PoolStats {
+    /// `device 0`.
+    pub name: String,
+    /// Hard limit.
+    pub limit: u64,
+    /// Charged now, by the ledger.
+    pub used: u64,
+    /// Largest charge.
+    pub peak: u64,
+    /// Neither charged nor withheld.
+    pub unassigned: u64,
+    /// Charge beyond the limit, at its largest. Must be 0.
+    pub oversubscribed: u64,
+    /// Releases of more than was charged, times. Must be 0.
+    pub underflows: u64,
+    /// Mapped now, by the device's own count.
+    pub mapped: u64,
+    /// Largest count.
+    pub mapped_peak: u64,
+    /// Mapped beyond what the ledger explains, at its largest. Must be 0.
+    pub unaccounted: u64,
+    /// Shares.
+    pub holders: Vec<HolderStats>,
+}
+
+impl PoolStats {
+    /// From the governor's report of one pool.
+    pub fn of(pool: &PoolReport) -> PoolStats {
+        let physical = pool.physical.iter().find(|(s, _)| *s == Source::MapCount).map(|(_, p)| *p).unwrap_or_default();
+        let holder = |h: &HolderReport| HolderStats {
+            name: h.name.clone(),
+            used: h.used,
+            peak: h.peak,
+            lent: h.lent,
+            reclaimable: h.reclaimable,
+        };
+        PoolStats {
+            name: pool.pool.to_string(),
+            limit: pool.limit,
+            used: pool.used,
+            peak: pool.peak,
+            unassigned: pool.unassigned,
+            oversubscribed: pool.peak_oversubscribed,
+            underflows: pool.underflows,
+            mapped: physical.bytes,
+            mapped_peak: physical.peak,
+            unaccounted: physical.peak_unaccounted,
+            holders: pool.holders.iter().map(holder).collect(),
+        }
+    }
+}
+
+/// Recorded programs. Totals.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct GraphStats {
+    /// Programs recorded for steps.
+    pub captures: u64,
+    /// Steps that replayed a recorded program.
+    pub replays: u64,
+    /// Operations of a step that ran outside a recorded program. Must be 0.
+    pub eager_ops: u64,
+    /// Epochs that began, and why, as `(reason, count)`; reasons that did not occur are left out.
+    pub epochs: Vec<(String, u64)>,
+}
+
+impl GraphStats {
+    /// The totals of a window that opened at `before`.
+    pub fn between(before: &PagedCounters, now: &PagedCounters) -> GraphStats {
+        let epochs = EpochReason::ALL.iter().enumerate();
+        let epochs = epochs.map(|(i, r)| (r.name().to_string(), now.epochs[i] - before.epochs[i]));
+        GraphStats {
+            captures: now.captures - before.captures,
+            replays: now.replays - before.replays,
+            eager_ops: 0,
+            epochs: epochs.filter(|(_, count)| *count > 0).collect(),
+        }
+    }
+}
+
 /// Keys and values. Gauges, but for the totals that say so.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct KvStats {
@@ -98,8 +215,12 @@ pub struct Stats {
     pub tokens: TokenStats,
     /// Weights.
     pub weights: WeightStats,
+    /// Memory pools; empty where nothing is limited.
+    pub memory: Vec<PoolStats>,
     /// Keys and values.
     pub kv: KvStats,
+    /// Recorded programs.
+    pub graph: GraphStats,
     /// Time.
     pub time: TimeStats,
 }

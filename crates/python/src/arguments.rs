@@ -15,20 +15,37 @@ fn choose<T: Copy>(argument: &str, value: &str, choices: &[(&str, T)]) -> PyResu
     })
 }
 
-/// Keyword arguments of `Engine.load`, as they come.
-#[allow(clippy::too_many_arguments)]
-pub fn engine_options(
-    device: &str,
+/// Keyword arguments of `Engine.load` and `plan`, as they come: a dict with exactly these keys.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct LoadArguments {
+    device: String,
+    vram_limit: Option<u64>,
     max_context: Option<usize>,
     max_batch: usize,
     prefill_chunk: usize,
-    activations: &str,
-    kv_dtype: &str,
-    kv_layout: &str,
+    activations: String,
+    kv_dtype: String,
+    kv_layout: String,
     threads: Option<usize>,
-) -> PyResult<EngineOptions> {
+    piece_bytes: Option<u64>,
+    ring_slots: u32,
+}
+
+/// The engine's options.
+pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
+    let LoadArguments { max_context, max_batch, prefill_chunk, threads, .. } = arguments;
+    let LoadArguments { vram_limit, piece_bytes, ring_slots, .. } = arguments;
+    let LoadArguments { device, activations, kv_dtype, kv_layout, .. } = &arguments;
     Ok(EngineOptions {
-        device: choose("device", device, &[("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu)])?,
+        vram_limit,
+        piece_bytes,
+        ring_slots,
+        device: choose(
+            "device",
+            device,
+            &[("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu), ("host-device", DeviceChoice::HostDevice)],
+        )?,
         max_context,
         max_batch,
         prefill_chunk,

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use headrace_engine::{EngineError, Generation, Inventory, Progress};
+use headrace_engine::{EngineError, Generation, Progress};
 use headrace_model::ChatMessage;
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arguments::{engine_options, generation_options};
+use crate::arguments::{LoadArguments, engine_options, generation_options};
 use crate::errors::HeadraceError;
 use crate::guard::{Signals, Stop, detached};
 use crate::stream::TokenStream;
@@ -31,14 +31,11 @@ pub fn lock(shared: &Shared) -> MutexGuard<'_, headrace_engine::Engine> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a model's files hold, as JSON.
+/// What a model's files hold and what a limit means for it, as JSON: `[inventory, memory or null]`.
 #[pyfunction]
-pub fn inventory(py: Python<'_>, path: PathBuf) -> PyResult<String> {
-    let inventory = detached(py, move || {
-        let model = headrace_model::load(&path).map_err(EngineError::from)?;
-        Ok(Inventory::of(&model.spec))
-    })?;
-    to_json(&inventory)
+pub fn plan(py: Python<'_>, path: PathBuf, options: LoadArguments) -> PyResult<String> {
+    let options = engine_options(options)?;
+    to_json(&detached(py, move || Ok(headrace_engine::Engine::plan(&path, &options)?))?)
 }
 
 fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
@@ -55,22 +52,8 @@ pub struct Engine {
 impl Engine {
     /// Loads a model.
     #[staticmethod]
-    #[pyo3(signature = (path, *, device, max_context, max_batch, prefill_chunk, activations, kv_dtype, kv_layout, threads))]
-    #[allow(clippy::too_many_arguments)]
-    fn load(
-        py: Python<'_>,
-        path: PathBuf,
-        device: &str,
-        max_context: Option<usize>,
-        max_batch: usize,
-        prefill_chunk: usize,
-        activations: &str,
-        kv_dtype: &str,
-        kv_layout: &str,
-        threads: Option<usize>,
-    ) -> PyResult<Engine> {
-        let options =
-            engine_options(device, max_context, max_batch, prefill_chunk, activations, kv_dtype, kv_layout, threads)?;
+    fn load(py: Python<'_>, path: PathBuf, options: LoadArguments) -> PyResult<Engine> {
+        let options = engine_options(options)?;
         let engine = detached(py, move || Ok(headrace_engine::Engine::load(&path, options)?))?;
         Ok(Engine { shared: Arc::new(Mutex::new(engine)) })
     }
@@ -209,14 +192,27 @@ impl Engine {
             .map_err(|e| PyValueError::new_err(e.to_string()))
     }
 
-    /// What the model's files hold, as JSON.
-    fn inventory(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&detached(py, || Ok(lock(&self.shared).inventory()))?)
+    /// What the model's files hold and what the limit means now, as JSON: `[inventory, memory or null]`.
+    fn plan(&self, py: Python<'_>) -> PyResult<String> {
+        to_json(&detached(py, || {
+            let engine = lock(&self.shared);
+            Ok((engine.inventory(), engine.memory()))
+        })?)
+    }
+
+    /// Changes the memory limit of the live engine.
+    fn set_vram_limit(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
+        detached(py, || Ok(lock(&self.shared).set_vram_limit(bytes)?))
+    }
+
+    /// A checksum of every resident piece of weights, read back from the device; `None` for a cold one.
+    fn weight_checksums(&self, py: Python<'_>) -> PyResult<Vec<Option<u64>>> {
+        detached(py, || Ok(lock(&self.shared).weight_checksums()?))
     }
 
     /// The counters, as JSON.
     fn stats(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&detached(py, || Ok(lock(&self.shared).stats()))?)
+        to_json(&detached(py, || Ok(lock(&self.shared).stats()?))?)
     }
 
     /// Opens a new window for the totals.

@@ -1,6 +1,8 @@
 //! The exceptions, and which engine error becomes which of them.
 
 use headrace_engine::EngineError;
+use headrace_kv::KvError;
+use headrace_memory_governor::GovernorError;
 use headrace_model::ModelError;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyFileNotFoundError, PyKeyboardInterrupt, PyOSError, PyValueError};
@@ -44,7 +46,8 @@ pub fn to_py(error: EngineError) -> PyErr {
         },
         EngineError::Model(ModelError::Unsupported { .. }) => UnsupportedModelError::new_err(text),
         EngineError::Model(_) => ModelFormatError::new_err(text),
-        EngineError::Device(_) => DeviceError::new_err(text),
+        EngineError::Budget(_) | EngineError::Governor(GovernorError::Budget(_)) => BudgetError::new_err(text),
+        EngineError::Device(_) | EngineError::Kv(KvError::Store(_)) => DeviceError::new_err(text),
         EngineError::ContextLength { .. } => ContextLengthError::new_err(text),
         EngineError::NonFinite { .. } => NonFiniteError::new_err(text),
         EngineError::Argument { .. } => PyValueError::new_err(text),

@@ -14,7 +14,7 @@ mod _core {
     #[pymodule_export]
     use super::engine::Engine;
     #[pymodule_export]
-    use super::engine::inventory;
+    use super::engine::plan;
     #[pymodule_export]
     use super::errors::{
         BudgetError, ContextLengthError, DeviceError, HeadraceError, ModelFormatError, NonFiniteError,

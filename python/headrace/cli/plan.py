@@ -10,17 +10,37 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from headrace._plan import Plan
+from headrace._plan import MemoryPlan, Plan
 from headrace._plan import plan as make_plan
 
 
 @click.command()
 @click.argument("model")
+@click.option("--device", type=click.Choice(["auto", "cpu", "host-device"]), default="auto", show_default=True)
+@click.option("--vram-limit", help='Memory that everything on the device may take, such as "8GiB" or "80%".')
+@click.option("--max-context", type=click.IntRange(min=1), help="Most positions.  [default: what the model declares]")
+@click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True, help="Most sequences at once.")
 @click.option("--tensors", is_flag=True, help="List every tensor in read order.")
+@click.option("--pieces", is_flag=True, help="List every piece of weights, resident or streamed.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def plan(model: str, tensors: bool, as_json: bool) -> None:
-    """Show what MODEL's files hold: shapes, formats, bytes, and the order in which a step reads them."""
-    result = make_plan(model)
+def plan(
+    model: str,
+    device: str,
+    vram_limit: str | None,
+    max_context: int | None,
+    max_batch: int,
+    tensors: bool,
+    pieces: bool,
+    as_json: bool,
+) -> None:
+    """Show what MODEL's files hold, in the order in which a step reads it, and what a memory limit would mean for it."""
+    result = make_plan(
+        model,
+        device=device,  # type: ignore[arg-type]
+        vram_limit=vram_limit,
+        max_context=max_context,
+        max_batch=max_batch,
+    )
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
         return
@@ -28,6 +48,10 @@ def plan(model: str, tensors: bool, as_json: bool) -> None:
     console = Console(width=None if sys.stdout.isatty() else 10_000)
     console.print(_summary(result))
     console.print(_formats(result))
+    if result.memory is not None:
+        console.print(_memory(result.memory))
+        if pieces:
+            console.print(_pieces(result.memory))
     if tensors:
         console.print(_tensors(result))
 
@@ -58,6 +82,27 @@ def _formats(result: Plan) -> Table:
     table.add_column("bytes", justify="right")
     for name, size in sizes.most_common():
         table.add_row(name, f"{tensors[name]:,}", f"{size:,}")
+    return table
+
+
+def _memory(m: MemoryPlan) -> Table:
+    table = Table("memory", "bytes", "", title=f"limit {m.limit:,} bytes")
+    table.columns[1].justify = "right"
+    for need in m.needs:
+        table.add_row(need.name, f"{need.bytes:,}", need.why)
+    table.add_row("smallest limit", f"{m.minimum:,}", "everything above")
+    table.add_row("nothing streamed", f"{m.everything:,}", "the limit from which on all weights always stay")
+    table.add_row("resident", f"{m.resident_bytes:,}", "weights that stay, while KV is small")
+    table.add_row("streamed", f"{m.streamed_bytes:,}", f"weights that every step copies, through {m.ring_slots} slots")
+    return table
+
+
+def _pieces(m: MemoryPlan) -> Table:
+    table = Table("piece", "tensors", "bytes", "")
+    table.columns[2].justify = "right"
+    for index, piece in enumerate(m.pieces):
+        names = ", ".join(f"{name}[{start}:{end}]" for name, start, end in piece.tensors)
+        table.add_row(str(index), names, f"{piece.bytes:,}", "resident" if piece.resident else "streamed")
     return table
 
 

@@ -1,0 +1,296 @@
+//! One limit for everything on a device: who holds how much of it, and how the weights give way and come back.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use headrace_memory_governor::{
+    Ask, Governor, Holder, HolderSpec, Lease, Pool, PoolSpec, Reclaim, ReclaimError, Report, Role, Source,
+};
+use headrace_provider::{RangeKind, StepInput, StepOutput};
+
+use crate::error::Result;
+use crate::paged::{EpochReason, PagedWeights};
+use crate::placement::Placement;
+use crate::plan::MemoryPlan;
+use crate::schedule::Ring;
+
+/// Reclaim priority of the weights: they are the first to give way, their host copy being there always.
+const WEIGHTS_PRIORITY: u32 = 10;
+/// Reclaim priority of everything that can't give way.
+const FIXED_PRIORITY: u32 = 100;
+
+struct Holders {
+    weights: Holder,
+    kv: Holder,
+    staging: Holder,
+}
+
+/// The weights' side of a reclaim. Kept apart from the engine, because the governor calls it in the middle of a growth.
+struct GiveWay {
+    weights: Arc<Mutex<PagedWeights>>,
+    lease: Mutex<Lease>,
+    /// The placement that an offer promised.
+    target: Mutex<Option<(Placement, EpochReason)>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic while it was held has been reported; the state is checked against the device's count by the stats.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl GiveWay {
+    /// Gives back what the lease holds beyond what is mapped.
+    fn settle(&self) {
+        let mapped = lock(&self.weights).mapped_bytes();
+        let mut lease = lock(&self.lease);
+        let surplus = lease.bytes().saturating_sub(mapped);
+        if surplus > 0 && lease.shrink(surplus).is_err() {
+            log::error!("the weights' lease of {} bytes can't be cut by {surplus}", lease.bytes());
+        }
+    }
+}
+
+impl Reclaim for GiveWay {
+    fn offer(&self, ask: &Ask) -> Vec<Lease> {
+        let weights = lock(&self.weights);
+        let mapped = weights.mapped_bytes();
+        let target = Placement::within(weights.layout(), weights.granule(), mapped.saturating_sub(ask.bytes));
+        let freed = mapped - target.mapped_bytes(weights.layout(), weights.granule());
+        let reason = if ask.requester == "limit" { EpochReason::Limit } else { EpochReason::KvGrowth };
+        *lock(&self.target) = Some((target, reason));
+        match lock(&self.lease).split(freed) {
+            Ok(part) if freed > 0 => vec![part],
+            _ => Vec::new(),
+        }
+    }
+
+    fn evict(&self, _leases: &[Lease]) -> std::result::Result<(), ReclaimError> {
+        let Some((target, reason)) = lock(&self.target).take() else { return Ok(()) };
+        lock(&self.weights).place(target, reason).map_err(|e| ReclaimError { what: e.to_string() })
+    }
+
+    fn restore(&self, leases: Vec<Lease>, evicted: bool) {
+        if evicted {
+            // The pieces are cold already. They stay so; their bytes are free.
+            drop(leases);
+        } else {
+            let mut own = lock(&self.lease);
+            for lease in leases {
+                if let Err(error) = own.merge(lease) {
+                    log::error!("a lease of the weights did not come home: {error}");
+                }
+            }
+        }
+        lock(&self.target).take();
+        self.settle();
+    }
+}
+
+/// A device's memory under one limit.
+pub struct Budget {
+    governor: Governor,
+    pool: Pool,
+    holders: Holders,
+    weights: Arc<Mutex<PagedWeights>>,
+    give_way: Arc<GiveWay>,
+    staging_lease: Lease,
+    kv_lease: Lease,
+    /// Fixed bytes and workspace: held from beginning to end.
+    _held: Vec<Lease>,
+    plan: MemoryPlan,
+}
+
+impl Budget {
+    /// Takes what `plan` needs from the beginning, and makes as many weights resident as fit.
+    ///
+    /// # Errors
+    /// The device's; the governor's, if another user of the pool took what the plan counted on.
+    pub fn new(mut weights: PagedWeights, plan: MemoryPlan) -> Result<Budget> {
+        let pool = Pool::Device(0);
+        let governor = Governor::new([PoolSpec { pool, limit: plan.breakdown.limit, granule: plan.granule }])?;
+        let holder = |spec: HolderSpec| governor.holder(pool, spec);
+        let other = holder(HolderSpec::new("fixed", Role::Other, FIXED_PRIORITY).floor(plan.fixed))?;
+        let space = holder(HolderSpec::new("workspace", Role::Workspace, FIXED_PRIORITY).floor(plan.workspace))?;
+        let staging = holder(HolderSpec::new("staging", Role::Staging, FIXED_PRIORITY).promise(plan.ring_bytes))?;
+        let (floor, promise) = (plan.buckets.floor().bytes, plan.buckets.max().bytes);
+        let kv = holder(HolderSpec::new("kv", Role::Kv, FIXED_PRIORITY).floor(floor).promise(promise))?;
+        let weights_holder = holder(HolderSpec::new("weights", Role::Weights, WEIGHTS_PRIORITY))?;
+        let mut held = vec![other.reserve(plan.fixed)?.commit()];
+        let reservation = space.reserve(plan.workspace)?;
+        weights.provider_mut().resize(RangeKind::Workspace, plan.workspace)?;
+        held.push(reservation.commit());
+        let weights = Arc::new(Mutex::new(weights));
+        let give_way = Arc::new(GiveWay {
+            weights: weights.clone(),
+            lease: Mutex::new(weights_holder.empty_lease()),
+            target: Mutex::new(None),
+        });
+        weights_holder.set_reclaim(&give_way);
+        let mut budget = Budget {
+            staging_lease: staging.empty_lease(),
+            kv_lease: kv.empty_lease(),
+            holders: Holders { weights: weights_holder, kv, staging },
+            governor,
+            pool,
+            weights,
+            give_way,
+            _held: held,
+            plan,
+        };
+        budget.promote(EpochReason::Load)?;
+        budget.fit_ring()?;
+        Ok(budget)
+    }
+
+    /// The weights, for one operation.
+    pub fn weights(&self) -> MutexGuard<'_, PagedWeights> {
+        lock(&self.weights)
+    }
+
+    /// The plan it works by.
+    pub fn plan(&self) -> &MemoryPlan {
+        &self.plan
+    }
+
+    /// Runs one step, after making the ring fit the placement.
+    ///
+    /// # Errors
+    /// The device's, or the governor's.
+    pub fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> Result<()> {
+        self.fit_ring()?;
+        Ok(self.weights().run(input, output)?)
+    }
+
+    /// Grants and maps KV memory up to `bytes`; the weights give way where they have to.
+    ///
+    /// # Errors
+    /// Nothing has changed then, but that weights which gave way may be cold.
+    pub fn grow_kv(&mut self, bytes: u64) -> Result<()> {
+        let more = bytes.saturating_sub(self.kv_lease.bytes());
+        let reservation = self.holders.kv.reserve(more)?;
+        self.weights().provider_mut().resize(RangeKind::Kv, bytes)?;
+        Ok(reservation.commit_into(&mut self.kv_lease)?)
+    }
+
+    /// Unmaps KV memory beyond `bytes` and gives it back; the weights take it.
+    ///
+    /// # Errors
+    /// The device's; what is still mapped stays charged then.
+    pub fn shrink_kv(&mut self, bytes: u64) -> Result<()> {
+        let mapped = self.weights().provider_mut().resize(RangeKind::Kv, bytes)?;
+        self.kv_lease.shrink(self.kv_lease.bytes().saturating_sub(mapped))?;
+        self.promote(EpochReason::KvShrink)
+    }
+
+    /// Changes the limit of the live engine, whole or not at all. `plan` is the plan for the new limit.
+    ///
+    /// # Errors
+    /// The governor's, if what is held can't be brought below the new limit; nothing has changed then.
+    pub fn set_plan(&mut self, plan: MemoryPlan) -> Result<()> {
+        let limit = plan.breakdown.limit;
+        let before = self.plan.breakdown.limit;
+        // A higher limit first, so that higher promises fit; lower promises first, so that a lower limit fits.
+        if limit > before {
+            self.governor.set_limit(self.pool, limit)?;
+        }
+        let result = self.set_terms(&plan).and_then(|()| Ok(self.governor.set_limit(self.pool, limit)?));
+        if let Err(error) = result {
+            let old = self.plan.clone();
+            self.governor.set_limit(self.pool, before.max(limit))?;
+            self.set_terms(&old)?;
+            self.governor.set_limit(self.pool, before)?;
+            return Err(error);
+        }
+        self.plan = plan;
+        self.promote(EpochReason::Limit)?;
+        self.fit_ring()
+    }
+
+    fn set_terms(&self, plan: &MemoryPlan) -> Result<()> {
+        self.holders.staging.set_terms(0, plan.ring_bytes)?;
+        Ok(self.holders.kv.set_terms(plan.buckets.floor().bytes, plan.buckets.max().bytes)?)
+    }
+
+    /// Makes as many weights resident as free bytes allow.
+    fn promote(&mut self, reason: EpochReason) -> Result<()> {
+        let (mapped, all, granule) = {
+            let weights = self.weights();
+            let all = Placement::all_resident(weights.layout());
+            let bytes = all.mapped_bytes(weights.layout(), weights.granule());
+            (weights.mapped_bytes(), bytes, weights.granule())
+        };
+        let free = self.holders.weights.room().free;
+        let have = mapped + free + self.staging_lease.bytes();
+        let ring = self.plan.full_ring_bytes();
+        let target = {
+            let weights = self.weights();
+            match have >= all {
+                true => Placement::all_resident(weights.layout()),
+                false => Placement::within(weights.layout(), granule, have.saturating_sub(ring)),
+            }
+        };
+        if have >= all && self.staging_lease.bytes() > 0 {
+            self.weights().set_ring(Ring::default())?;
+            self.staging_lease.shrink(self.staging_lease.bytes())?;
+        }
+        let need = {
+            let weights = self.weights();
+            target.mapped_bytes(weights.layout(), granule).saturating_sub(mapped)
+        };
+        if need == 0 {
+            return Ok(());
+        }
+        let reservation = self.holders.weights.try_reserve(need)?;
+        reservation.commit_into(&mut lock(&self.give_way.lease))?;
+        let placed = self.weights().place(target, reason);
+        self.give_way.settle();
+        Ok(placed?)
+    }
+
+    /// Gives the ring the size that the placement needs: slots if anything is cold, none otherwise.
+    fn fit_ring(&mut self) -> Result<()> {
+        loop {
+            let (cold, ring) = {
+                let weights = self.weights();
+                (weights.placement().cold().next().is_some(), weights.ring())
+            };
+            let want = match cold {
+                true => self.plan.ring,
+                false => Ring::default(),
+            };
+            if want == ring {
+                return Ok(());
+            }
+            if cold {
+                // The weights may have to give way for their own ring, which changes the placement: look again after.
+                let more = self.plan.full_ring_bytes().saturating_sub(self.staging_lease.bytes());
+                let reservation = self.holders.staging.reserve(more)?;
+                self.weights().set_ring(want)?;
+                reservation.commit_into(&mut self.staging_lease)?;
+            } else {
+                self.weights().set_ring(want)?;
+                self.staging_lease.shrink(self.staging_lease.bytes())?;
+            }
+        }
+    }
+
+    /// The ledger, with the device's own count of mapped granules beside it.
+    ///
+    /// # Errors
+    /// The governor's, if the pool were unknown to it.
+    pub fn report(&self) -> Result<Report> {
+        let physical = {
+            let weights = self.weights();
+            let provider = weights.provider();
+            let ranges = [RangeKind::Weights, RangeKind::Staging, RangeKind::Kv, RangeKind::Workspace];
+            let fixed = provider.fixed_bytes().next_multiple_of(weights.granule());
+            ranges.into_iter().map(|r| provider.mapped(r)).sum::<u64>() + fixed
+        };
+        self.governor.record_physical(self.pool, Source::MapCount, physical)?;
+        Ok(self.governor.report())
+    }
+
+    /// Peaks start again at what is held now.
+    pub fn reset_peaks(&self) {
+        self.governor.reset_peaks();
+    }
+}

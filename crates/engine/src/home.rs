@@ -1,0 +1,216 @@
+//! Where a model lives: in its file's mapping on the host, or in the memory of a device under a limit.
+
+use std::sync::Arc;
+
+use headrace_kv::{Buckets, KvGeometry};
+use headrace_memory_governor::Report;
+use headrace_model::ModelSpec;
+use headrace_provider::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, StepInput, StepOutput};
+
+use crate::budget::Budget;
+use crate::error::{EngineError, Result};
+use crate::layout::PieceLayout;
+use crate::options::EngineOptions;
+use crate::paged::{PagedCounters, PagedWeights};
+use crate::plan::{MemoryPlan, MemoryReport, Sizes};
+use crate::program;
+
+/// A model's home.
+pub(crate) enum Home {
+    /// Weights are read from the file's own mapping; nothing is limited.
+    InPlace {
+        provider: Box<dyn Provider>,
+        step: ProgramId,
+        /// Bytes of weights that a step reads.
+        step_bytes: u64,
+        counters: PagedCounters,
+    },
+    /// Weights, ring, KV and workspace are in a device's memory, under one limit.
+    Paged {
+        /// Who holds what.
+        budget: Box<Budget>,
+        /// What it was planned from.
+        sizes: Sizes,
+    },
+}
+
+impl Home {
+    /// On the host, in place.
+    pub(crate) fn in_place(
+        mut provider: Box<dyn Provider>,
+        model: &Arc<ModelSpec>,
+        geometry: KvGeometry,
+        options: &EngineOptions,
+    ) -> Result<Home> {
+        provider.attach(model.clone(), geometry)?;
+        let step = program::in_place(model, options);
+        provider.resize(RangeKind::Workspace, step.workspace_bytes(&model.config))?;
+        let step = provider.record(step)?;
+        Ok(Home::InPlace {
+            provider,
+            step,
+            step_bytes: program::bytes_per_step(model),
+            counters: PagedCounters::default(),
+        })
+    }
+
+    /// On a device, under `sizes.limit` bytes.
+    pub(crate) fn paged(
+        mut provider: Box<dyn Provider>,
+        model: &Arc<ModelSpec>,
+        options: &EngineOptions,
+        sizes: Sizes,
+    ) -> Result<Home> {
+        provider.attach(model.clone(), sizes.geometry)?;
+        let info = provider.info();
+        let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
+        let plan = MemoryPlan::new(&layout, info.granule, provider.fixed_bytes(), &sizes)?;
+        let weights = PagedWeights::new(provider, model.clone(), options.clone(), layout);
+        Ok(Home::Paged { budget: Box::new(Budget::new(weights, plan)?), sizes })
+    }
+
+    /// What [`Home::paged`] would do, without mapping anything.
+    pub(crate) fn plan_paged(
+        mut provider: Box<dyn Provider>,
+        model: &Arc<ModelSpec>,
+        options: &EngineOptions,
+        sizes: &Sizes,
+    ) -> Result<MemoryReport> {
+        provider.attach(model.clone(), sizes.geometry)?;
+        let info = provider.info();
+        let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
+        let plan = MemoryPlan::new(&layout, info.granule, provider.fixed_bytes(), sizes)?;
+        Ok(MemoryReport::of(model, &layout, &plan, &plan.placement))
+    }
+
+    /// The budget, where there is a limit.
+    pub(crate) fn budget(&self) -> Option<&Budget> {
+        match self {
+            Home::InPlace { .. } => None,
+            Home::Paged { budget, .. } => Some(budget),
+        }
+    }
+
+    pub(crate) fn info(&self) -> DeviceInfo {
+        match self {
+            Home::InPlace { provider, .. } => provider.info(),
+            Home::Paged { budget, .. } => budget.weights().provider().info(),
+        }
+    }
+
+    /// The ladder of KV capacities.
+    pub(crate) fn buckets(&self, geometry: KvGeometry, max_context: usize, max_batch: usize) -> Result<Buckets> {
+        match self {
+            Home::InPlace { provider, .. } => {
+                let most = geometry.pages_for(max_context).saturating_mul(max_batch);
+                Ok(Buckets::new(1, most, geometry.page_bytes() as u64, provider.info().granule)?)
+            }
+            Home::Paged { budget, .. } => Ok(budget.plan().buckets.clone()),
+        }
+    }
+
+    pub(crate) fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> Result<()> {
+        match self {
+            Home::InPlace { provider, step, step_bytes, counters } => {
+                provider.run(*step, input, output)?;
+                counters.host_computed_bytes += *step_bytes;
+                counters.replays += 1;
+                Ok(())
+            }
+            Home::Paged { budget, .. } => budget.run(input, output),
+        }
+    }
+
+    /// Calls `work` with the device.
+    pub(crate) fn with_provider<T>(&mut self, work: impl FnOnce(&mut dyn Provider) -> T) -> T {
+        match self {
+            Home::InPlace { provider, .. } => work(provider.as_mut()),
+            Home::Paged { budget, .. } => work(budget.weights().provider_mut()),
+        }
+    }
+
+    /// Reads mapped KV bytes.
+    pub(crate) fn read_kv(&self, offset: u64, into: &mut [u8]) -> std::result::Result<(), DeviceError> {
+        match self {
+            Home::InPlace { provider, .. } => provider.read(RangeKind::Kv, offset, into),
+            Home::Paged { budget, .. } => budget.weights().provider().read(RangeKind::Kv, offset, into),
+        }
+    }
+
+    /// Bytes mapped for KV.
+    pub(crate) fn kv_mapped(&self) -> u64 {
+        match self {
+            Home::InPlace { provider, .. } => provider.mapped(RangeKind::Kv),
+            Home::Paged { budget, .. } => budget.weights().provider().mapped(RangeKind::Kv),
+        }
+    }
+
+    /// Maps KV memory up to `bytes`, granted first where there is a limit.
+    pub(crate) fn grow_kv(&mut self, bytes: u64) -> Result<()> {
+        match self {
+            Home::InPlace { provider, .. } => provider.resize(RangeKind::Kv, bytes).map(drop).map_err(Into::into),
+            Home::Paged { budget, .. } => budget.grow_kv(bytes),
+        }
+    }
+
+    /// Unmaps KV memory beyond `bytes`.
+    pub(crate) fn shrink_kv(&mut self, bytes: u64) -> Result<()> {
+        match self {
+            Home::InPlace { provider, .. } => provider.resize(RangeKind::Kv, bytes).map(drop).map_err(Into::into),
+            Home::Paged { budget, .. } => budget.shrink_kv(bytes),
+        }
+    }
+
+    /// Totals since the engine was made.
+    pub(crate) fn counters(&self) -> PagedCounters {
+        match self {
+            Home::InPlace { counters, .. } => counters.clone(),
+            Home::Paged { budget, .. } => budget.weights().counters().clone(),
+        }
+    }
+
+    /// Peaks start again at what is held now.
+    pub(crate) fn reset_peaks(&self) {
+        if let Some(budget) = self.budget() {
+            budget.reset_peaks();
+        }
+    }
+
+    /// The plan for another limit.
+    ///
+    /// # Errors
+    /// [`EngineError::Budget`] if it can't work; [`EngineError::Argument`] where nothing is limited.
+    pub(crate) fn plan_for(&self, limit: u64) -> Result<MemoryPlan> {
+        match self {
+            Home::InPlace { .. } => {
+                Err(EngineError::argument("vram_limit", limit, "this device reads weights in place and has no limit"))
+            }
+            Home::Paged { budget, sizes } => {
+                let weights = budget.weights();
+                let fixed = weights.provider().fixed_bytes();
+                MemoryPlan::new(weights.layout(), weights.granule(), fixed, &Sizes { limit, ..sizes.clone() })
+            }
+        }
+    }
+
+    /// Takes up a plan made by [`Home::plan_for`].
+    ///
+    /// # Errors
+    /// As [`Budget::set_plan`].
+    pub(crate) fn set_plan(&mut self, plan: MemoryPlan) -> Result<()> {
+        match self {
+            Home::InPlace { .. } => Ok(()),
+            Home::Paged { budget, sizes } => {
+                let limit = plan.breakdown.limit;
+                budget.set_plan(plan)?;
+                sizes.limit = limit;
+                Ok(())
+            }
+        }
+    }
+
+    /// The ledger; `None` where nothing is limited.
+    pub(crate) fn report(&self) -> Result<Option<Report>> {
+        self.budget().map(Budget::report).transpose()
+    }
+}
