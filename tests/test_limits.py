@@ -1,0 +1,162 @@
+"""A real model under limits from the smallest that works to one that holds everything: the same tokens, exact books."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import headrace
+import pytest
+from conftest import golden
+
+LONG = golden("gguf-q4_1-exact-fp64")["prompts"]["long"]["prompt_ids"]
+PROMPTS = [LONG[:1], LONG[:40], LONG[:400]]
+NEW_TOKENS = 8
+CONTEXT = 448
+
+
+def generate(engine: headrace.Engine) -> list[tuple[int, ...]]:
+    return [engine.generate(p, max_new_tokens=NEW_TOKENS, stop_tokens=()).token_ids for p in PROMPTS]
+
+
+def load(path: Path, **options: object) -> headrace.Engine:
+    return headrace.Engine.load(path, device="host-device", max_context=CONTEXT, max_batch=2, **options)  # type: ignore[arg-type]
+
+
+def memory_plan(path: Path) -> headrace.MemoryPlan:
+    plan = headrace.plan(path, device="host-device", vram_limit="1TiB", max_context=CONTEXT, max_batch=2)
+    assert plan.memory is not None
+    return plan.memory
+
+
+def limits(path: Path) -> list[int]:
+    """Six limits: the smallest that works, four between, and the one from which on nothing is streamed."""
+    everything = memory_plan(path).everything
+    minimum = smallest(path)
+    return [minimum + (everything - minimum) * i // 5 for i in range(6)]
+
+
+def smallest(path: Path) -> int:
+    """The smallest limit, as the error of a limit that is too small gives it away; it names every part."""
+    with pytest.raises(headrace.BudgetError) as error:
+        load(path, vram_limit=1 << 20)
+    text = str(error.value)
+    for part in ("fixed", "workspace", "kv", "staging", "missing"):
+        assert part in text
+    needed = text.split("at least ")[1].split(" ")[0]
+    return int(needed)
+
+
+def check_books(engine: headrace.Engine, limit: int) -> None:
+    (pool,) = engine.stats().memory
+    assert pool.limit == limit
+    assert pool.peak <= limit and pool.mapped_peak <= limit
+    assert pool.unaccounted == 0 and pool.oversubscribed == 0 and pool.underflows == 0
+    assert pool.used == sum(h.used for h in pool.holders) == pool.mapped
+
+
+@pytest.fixture(scope="module", params=["gguf", "onnx"])
+def model(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue({"gguf": "smollm2", "onnx": "smollm2_onnx"}[request.param])
+    return path
+
+
+@pytest.fixture(scope="module")
+def resident(model: Path) -> list[tuple[int, ...]]:
+    """What the CPU says, weights in place."""
+    return generate(headrace.Engine.load(model, device="cpu", max_context=CONTEXT))
+
+
+@pytest.mark.parametrize("layout", ["head-major", "seq-major"])
+@pytest.mark.parametrize("step", range(6))
+def test_every_limit_gives_the_same_tokens(
+    model: Path, resident: list[tuple[int, ...]], step: int, layout: str
+) -> None:
+    limit = limits(model)[step]
+    engine = load(model, vram_limit=limit, kv_layout=layout)
+    checksums = engine.weight_checksums()
+    for _ in range(2):
+        engine.reset_stats()
+        assert generate(engine) == resident
+        stats = engine.stats()
+        assert (stats.weights.streamed_bytes > 0) == (step < 5)
+        assert stats.graph.replays == stats.tokens.steps and stats.graph.eager_ops == 0
+        check_books(engine, limit)
+        for before, now in zip(checksums, engine.weight_checksums(), strict=True):
+            assert before is None or now is None or before == now
+    assert stats.kv.growth_moved_bytes == 0
+
+
+def test_a_limit_below_the_smallest_is_refused_and_the_smallest_works(smollm2: Path) -> None:
+    minimum = smallest(smollm2)
+    with pytest.raises(headrace.BudgetError, match="missing"):
+        load(smollm2, vram_limit=minimum - 1)
+    assert load(smollm2, vram_limit=minimum).generate([1, 2], max_new_tokens=2, stop_tokens=()).token_ids
+
+
+def test_kv_takes_bytes_from_the_weights_and_gives_them_back(smollm2: Path) -> None:
+    """A limit that holds everything while KV is small: it fills up, and a sequence still reaches its context."""
+    memory = memory_plan(smollm2)
+    limit = memory.everything - memory.kv_max_bytes // 4
+    expected = headrace.Engine.load(smollm2, device="cpu", max_context=CONTEXT)
+    engine = load(smollm2, vram_limit=limit)
+    assert engine.plan.memory is not None and engine.plan.memory.streamed_bytes == 0
+    prompt, new = LONG[:20], CONTEXT - 20
+    tokens = engine.generate(prompt, max_new_tokens=new, stop_tokens=()).token_ids
+    assert tokens == expected.generate(prompt, max_new_tokens=new, stop_tokens=()).token_ids
+    stats = engine.stats()
+    epochs = dict(stats.graph.epochs)
+    assert 1 <= epochs["kv-growth"] <= 12
+    assert stats.weights.streamed_bytes > 0
+    check_books(engine, limit)
+    # Two short generations later the weights have their bytes back.
+    for _ in range(3):
+        engine.generate([1, 2, 3], max_new_tokens=2, stop_tokens=())
+    assert engine.plan.memory is not None and engine.plan.memory.streamed_bytes == 0
+    assert dict(engine.stats().graph.epochs)["kv-shrink"] >= 1
+    check_books(engine, limit)
+
+
+def test_the_limit_of_a_live_engine_can_be_changed(smollm2: Path) -> None:
+    low, *_, high = limits(smollm2)
+    engine = load(smollm2, vram_limit=high)
+    expected = generate(engine)
+    engine.set_vram_limit(low)
+    assert engine.plan.memory is not None and engine.plan.memory.limit == low
+    assert engine.plan.memory.streamed_bytes > 0
+    assert generate(engine) == expected
+    engine.reset_stats()
+    check_books(engine, low)
+    with pytest.raises(headrace.BudgetError):
+        engine.set_vram_limit(low - 1)
+    assert generate(engine) == expected
+    engine.set_vram_limit(high)
+    assert engine.plan.memory is not None and engine.plan.memory.streamed_bytes == 0
+    assert generate(engine) == expected
+    with pytest.raises(ValueError, match="vram_limit"):
+        headrace.Engine.load(smollm2, device="cpu").set_vram_limit("1GiB")
+
+
+def test_the_plan_is_what_the_engine_does(smollm2: Path) -> None:
+    limit = limits(smollm2)[2]
+    plan = headrace.plan(smollm2, device="host-device", vram_limit=limit, max_context=CONTEXT, max_batch=2)
+    engine = load(smollm2, vram_limit=limit)
+    assert plan.memory is not None and engine.plan == plan
+    engine.generate([1], max_new_tokens=1, stop_tokens=())
+    engine.reset_stats()
+    engine.generate([1, 2, 3], max_new_tokens=5, stop_tokens=())
+    assert engine.stats().weights.streamed_bytes == 5 * plan.memory.streamed_bytes
+    assert engine.stats().weights.resident_bytes_read == 5 * plan.memory.resident_bytes
+
+
+def test_sizes_are_parsed(smollm2: Path) -> None:
+    from headrace._sizes import parse_size
+
+    assert parse_size("x", "8GiB") == 8 << 30
+    assert parse_size("x", "1.5 MB") == 1_500_000
+    assert parse_size("x", "50%", 1000) == 500
+    assert parse_size("x", 7) == 7
+    for bad in ("8 apples", "", "-1", 0, "50%"):
+        with pytest.raises(ValueError, match="x = "):
+            parse_size("x", bad)
+    with pytest.raises(ValueError, match="vram_limit"):
+        headrace.Engine.load(smollm2, device="cpu", vram_limit="1GiB")
