@@ -18,7 +18,7 @@ use crate::paged::PagedCounters;
 use crate::plan::MemoryReport;
 use crate::run::{FinishReason, Generation, Run, RunTime};
 use crate::sampling::Sampler;
-use crate::setup::{Device, Setup};
+use crate::setup::{Chosen, Device, Setup};
 use crate::stats::{DeviceStats, GraphStats, PoolStats, Stats, TimeStats, TokenStats, WeightStats};
 
 /// Called between steps; `Err` stops the work, whose pages are given back.
@@ -60,6 +60,7 @@ pub struct Engine {
     /// The home's totals when the window opened.
     before: PagedCounters,
     load_time: Duration,
+    asked_for: String,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -82,7 +83,8 @@ impl Engine {
     /// An engine for a model that is in memory already.
     pub fn from_spec(model: Arc<ModelSpec>, tokenizer: Option<Tokenizer>, options: EngineOptions) -> Result<Engine> {
         let setup = Setup::new(&model, &options)?;
-        let home = match setup.device(&options)? {
+        let Chosen { device, asked_for } = setup.device(&options)?;
+        let home = match device {
             Device::InPlace(provider) => Home::in_place(provider, &model, setup.geometry, &options)?,
             Device::Paged(provider, limit) => Home::paged(provider, &model, &options, setup.sizes(&options, limit))?,
         };
@@ -99,6 +101,7 @@ impl Engine {
             counters: Counters::default(),
             before: PagedCounters::default(),
             load_time: Duration::ZERO,
+            asked_for,
         })
     }
 
@@ -109,7 +112,7 @@ impl Engine {
     pub fn plan(path: &Path, options: &EngineOptions) -> Result<(Inventory, Option<MemoryReport>)> {
         let model = Arc::new(headrace_model::load(path)?.spec);
         let setup = Setup::new(&model, options)?;
-        let memory = match setup.device(options)? {
+        let memory = match setup.device(options)?.device {
             Device::InPlace(_) => None,
             Device::Paged(provider, limit) => {
                 Some(Home::plan_paged(provider, &model, options, &setup.sizes(options, limit))?)
@@ -503,7 +506,7 @@ impl Engine {
                 description: info.description,
                 kernels: info.kernels,
                 threads: info.threads as u64,
-                asked_for: String::new(),
+                asked_for: self.asked_for.clone(),
             },
             tokens: self.counters.tokens.clone(),
             weights: WeightStats::between(&self.before, &weights),

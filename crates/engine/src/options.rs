@@ -13,7 +13,7 @@ const LOGITS_BYTES: usize = 64 << 20;
 /// Which device computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The best device that is there. Without a GPU provider in this build that is the CPU.
+    /// The first NVIDIA card that can be used; without one, the CPU, and the reason is logged and in the stats.
     #[default]
     Auto,
     /// The host's cores, weights read from the file's mapping.
@@ -21,6 +21,8 @@ pub enum DeviceChoice {
     /// The host's cores with a memory of their own that is mapped, streamed into and limited as a card's is: for tests, and to
     /// see what a limit does without a card.
     HostDevice,
+    /// The NVIDIA card of this number.
+    Cuda(usize),
 }
 
 /// Options of [`crate::Engine::load`].

@@ -4,7 +4,7 @@ use headrace_ep_cpu::host_device::{HostDevice, HostDeviceOptions};
 use headrace_ep_cpu::{CpuOptions, CpuProvider};
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
-use headrace_provider::Provider;
+use headrace_provider::{DeviceError, Provider};
 
 use crate::error::{EngineError, Result};
 use crate::options::{DeviceChoice, EngineOptions};
@@ -17,6 +17,12 @@ pub(crate) enum Device {
     InPlace(Box<dyn Provider>),
     /// Has memory of its own, of which so many bytes may be used.
     Paged(Box<dyn Provider>, u64),
+}
+
+/// A device, and what was asked for if it is something else.
+pub(crate) struct Chosen {
+    pub(crate) device: Device,
+    pub(crate) asked_for: String,
 }
 
 /// What the model and the options decide together.
@@ -69,22 +75,55 @@ impl Setup {
     ///
     /// # Errors
     /// [`EngineError::Argument`] for a limit where there is nothing to limit; the device's.
-    pub(crate) fn device(&self, options: &EngineOptions) -> Result<Device> {
-        let threads = options.threads;
-        match (options.device, options.vram_limit) {
-            (DeviceChoice::Auto | DeviceChoice::Cpu, None) => {
-                Ok(Device::InPlace(Box::new(CpuProvider::new(CpuOptions { threads, level: None })?)))
-            }
-            (DeviceChoice::Auto | DeviceChoice::Cpu, Some(limit)) => Err(EngineError::argument(
-                "vram_limit",
-                limit,
-                "the CPU reads weights from the file's mapping and has no memory of its own to limit",
-            )),
-            (DeviceChoice::HostDevice, limit) => {
-                let limit = limit.unwrap_or(UNLIMITED);
-                let options = HostDeviceOptions { threads, capacity: limit, ..HostDeviceOptions::default() };
-                Ok(Device::Paged(Box::new(HostDevice::new(options)?), limit))
-            }
+    pub(crate) fn device(&self, options: &EngineOptions) -> Result<Chosen> {
+        let as_asked = |device| Ok(Chosen { device, asked_for: String::new() });
+        match options.device {
+            DeviceChoice::Cpu => as_asked(cpu(options)?),
+            DeviceChoice::HostDevice => as_asked(host_device(options)?),
+            DeviceChoice::Cuda(ordinal) => match cuda(ordinal, options) {
+                Ok(device) => as_asked(device),
+                Err(what) => Err(DeviceError::Failed { device: format!("cuda:{ordinal}"), what }.into()),
+            },
+            DeviceChoice::Auto => match cuda(0, options) {
+                Ok(device) => as_asked(device),
+                Err(reason) => {
+                    log::info!("device auto: computing on the CPU, because of CUDA: {reason}");
+                    Ok(Chosen { device: cpu(options)?, asked_for: format!("auto; no CUDA: {reason}") })
+                }
+            },
         }
     }
+}
+
+fn cpu(options: &EngineOptions) -> Result<Device> {
+    match options.vram_limit {
+        None => Ok(Device::InPlace(Box::new(CpuProvider::new(CpuOptions { threads: options.threads, level: None })?))),
+        Some(limit) => Err(EngineError::argument(
+            "vram_limit",
+            limit,
+            "the CPU reads weights from the file's mapping and has no memory of its own to limit",
+        )),
+    }
+}
+
+fn host_device(options: &EngineOptions) -> Result<Device> {
+    let limit = options.vram_limit.unwrap_or(UNLIMITED);
+    let host = HostDeviceOptions { threads: options.threads, capacity: limit, ..HostDeviceOptions::default() };
+    Ok(Device::Paged(Box::new(HostDevice::new(host)?), limit))
+}
+
+/// Card `ordinal`; the error says what the machine lacks.
+#[cfg(feature = "cuda")]
+fn cuda(ordinal: usize, options: &EngineOptions) -> std::result::Result<Device, String> {
+    let provider = headrace_ep_cuda::CudaProvider::open(ordinal).map_err(|e| e.to_string())?;
+    let (free, _) = provider.context().memory_info().map_err(|e| e.to_string())?;
+    // What the context took already is part of the limit.
+    let limit = options.vram_limit.unwrap_or(free + provider.fixed_bytes());
+    Ok(Device::Paged(Box::new(provider), limit))
+}
+
+/// This build has no CUDA provider.
+#[cfg(not(feature = "cuda"))]
+fn cuda(_ordinal: usize, _options: &EngineOptions) -> std::result::Result<Device, String> {
+    Err("this build of Headrace has no CUDA provider".to_string())
 }

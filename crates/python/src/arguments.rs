@@ -64,6 +64,20 @@ pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
     })
 }
 
+/// The device that a name stands for; `cuda:N` is card `N`.
+fn device_choice(name: &str) -> PyResult<DeviceChoice> {
+    if let Some(ordinal) = name.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
+        return Ok(DeviceChoice::Cuda(ordinal));
+    }
+    let choices = [
+        ("auto", DeviceChoice::Auto),
+        ("cpu", DeviceChoice::Cpu),
+        ("cuda", DeviceChoice::Cuda(0)),
+        ("host-device", DeviceChoice::HostDevice),
+    ];
+    choose("device", name, &choices)
+}
+
 /// Keyword arguments of a generation, as they come.
 #[allow(clippy::too_many_arguments)]
 pub fn generation_options(
