@@ -1,6 +1,6 @@
 //! From options to a device: checks, KV geometry, sizes.
 
-use headrace_ep_cpu::host_device::{HostDevice, HostDeviceOptions};
+use headrace_ep_cpu::host_device::{HostDevice, HostOptions};
 use headrace_ep_cpu::{CpuOptions, CpuProvider};
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
@@ -79,7 +79,7 @@ impl Setup {
         let as_asked = |device| Ok(Chosen { device, asked_for: String::new() });
         match options.device {
             DeviceChoice::Cpu => as_asked(cpu(options)?),
-            DeviceChoice::HostDevice => as_asked(host_device(options)?),
+            DeviceChoice::HostDevice => as_asked(host_device(options, self.max_context)?),
             DeviceChoice::Cuda(ordinal) => match cuda(ordinal, options) {
                 Ok(device) => as_asked(device),
                 Err(what) => Err(DeviceError::Failed { device: format!("cuda:{ordinal}"), what }.into()),
@@ -106,9 +106,10 @@ fn cpu(options: &EngineOptions) -> Result<Device> {
     }
 }
 
-fn host_device(options: &EngineOptions) -> Result<Device> {
+fn host_device(options: &EngineOptions, max_context: usize) -> Result<Device> {
     let limit = options.vram_limit.unwrap_or(UNLIMITED);
-    let host = HostDeviceOptions { threads: options.threads, capacity: limit, ..HostDeviceOptions::default() };
+    let (threads, capacity, positions) = (options.threads, options.vram_limit, Some(max_context));
+    let host = HostOptions { threads, capacity, positions, ..HostOptions::default() };
     Ok(Device::Paged(Box::new(HostDevice::new(host)?), limit))
 }
 
