@@ -129,7 +129,9 @@ impl MemoryPlan {
             let why = format!("{} slots of {} bytes, through which weights are streamed", ring.slots, ring.slot_bytes);
             needs.push(Need::new("staging", full_ring, why));
         }
-        let everything = without_weights + all_bytes;
+        let want = one.saturating_mul(sizes.max_batch);
+        let most = Buckets::new(1, want, page_bytes, granule)?.max().bytes;
+        let everything = fixed + workspace + most + all_bytes;
         let breakdown = Breakdown { limit: sizes.limit, needs, everything };
         if breakdown.minimum() > sizes.limit {
             return Err(EngineError::Budget(Box::new(breakdown)));
@@ -137,7 +139,7 @@ impl MemoryPlan {
         // KV may take the weights' bytes, but neither the ring's nor, where a ring is no use, the weights' own.
         let usable = sizes.limit / granule * granule;
         let elastic = usable - fixed - workspace - full_ring.min(all_bytes);
-        let buckets = kv_buckets(one, one.saturating_mul(sizes.max_batch), page_bytes, granule, elastic)?;
+        let buckets = kv_buckets(one, want, page_bytes, granule, elastic)?;
         let never_cold = fixed + workspace + buckets.max().bytes + all_bytes <= usable;
         let ring_bytes = if never_cold || full_ring >= all_bytes { 0 } else { full_ring };
         let room = usable - fixed - workspace - buckets.floor().bytes;

@@ -41,11 +41,7 @@ pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
         vram_limit,
         piece_bytes,
         ring_slots,
-        device: choose(
-            "device",
-            device,
-            &[("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu), ("host-device", DeviceChoice::HostDevice)],
-        )?,
+        device: device_choice(device)?,
         max_context,
         max_batch,
         prefill_chunk,
