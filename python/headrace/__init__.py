@@ -19,6 +19,7 @@ from headrace._core import (
 )
 from headrace._engine import Engine
 from headrace._plan import MemoryPlan, ModelSummary, Need, PieceEntry, Plan, TensorEntry, plan
+from headrace._residency import PolicyOutcome, Simulation, TensorTrace, simulate
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
 from headrace._stats import (
     DeviceStats,
@@ -52,10 +53,13 @@ __all__ = [
     "NonFiniteError",
     "PieceEntry",
     "Plan",
+    "PolicyOutcome",
     "PoolStats",
+    "Simulation",
     "Stats",
     "Stream",
     "TensorEntry",
+    "TensorTrace",
     "TimeStats",
     "TokenStats",
     "UnsupportedModelError",
@@ -64,6 +68,7 @@ __all__ = [
     "build_info",
     "fetch",
     "plan",
+    "simulate",
 ]
 
 __version__ = build_info()["version"]

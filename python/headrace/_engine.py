@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from headrace import _core
 from headrace._catalog import resolve
-from headrace._options import Activations, Device, KvDtype, KvLayout, load_options
+from headrace._options import Activations, Device, KvDtype, KvLayout, Policy, load_options
 from headrace._plan import Plan
 from headrace._progress import GenerationProgress
+from headrace._residency import TensorTrace
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
 from headrace._sizes import parse_size
 from headrace._stats import Stats
@@ -50,6 +51,10 @@ class Engine:
         threads: int | None = None,
         piece_bytes: int | str | None = None,
         ring_slots: int = 4,
+        policy: Policy | None = None,
+        pinned: Sequence[str] = (),
+        pin_threshold: int | str | None = None,
+        policy_budget: int | str | None = None,
     ) -> Engine:
         """Loads a model.
 
@@ -70,6 +75,11 @@ class Engine:
             threads: Threads that compute on the host. Default: the cores that this process may use.
             piece_bytes: Size of the pieces in which weights are placed and copied. Default: the device's own choice.
             ring_slots: Slots of the staging ring, through which streamed pieces pass.
+            policy: Decide at every read of a piece what stays, as a cache does, instead of following the static schedule. For
+                comparison: never changes a token, moves no fewer bytes, and is slower.
+            pinned: Names of tensors, or patterns with `*` and `?`, that the policy never evicts.
+            pin_threshold: Tensors of at most this size are pinned too.
+            policy_budget: Weights that the policy may keep, if less than the static schedule would keep.
 
         Raises:
             BudgetError: `vram_limit` can't hold what has to fit; the text is the whole breakdown.
@@ -91,6 +101,10 @@ class Engine:
             threads=threads,
             piece_bytes=piece_bytes,
             ring_slots=ring_slots,
+            policy=policy,
+            pinned=pinned,
+            pin_threshold=pin_threshold,
+            policy_budget=policy_budget,
         )
         return cls(_core.Engine.load(resolve(model), options))
 
@@ -264,8 +278,12 @@ class Engine:
         """
         return self._inner.weight_checksums()
 
+    def residency_trace(self) -> tuple[TensorTrace, ...]:
+        """What the policy made of the reads of each tensor since `reset_stats`, in read order; empty without a policy."""
+        return tuple(TensorTrace.from_dict(entry) for entry in json.loads(self._inner.residency_trace()))
+
     def reset_stats(self) -> None:
-        """Opens a new window: totals start at 0, gauges stay."""
+        """Opens a new window: totals and the trace of a policy start at 0, gauges stay."""
         self._inner.reset_stats()
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:

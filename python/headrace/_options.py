@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, TypedDict
+from collections.abc import Sequence
+from typing import Literal, TypedDict, get_args
 
 from headrace._sizes import parse_size
 
@@ -11,6 +12,10 @@ Device = Literal["auto", "cpu", "host-device"]
 Activations = Literal["int16", "int8"]
 KvDtype = Literal["float16", "float32"]
 KvLayout = Literal["head-major", "seq-major"]
+Policy = Literal["static", "stable", "lru", "mru", "smallest", "largest", "byte-aware"]
+
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+"""Every residency policy."""
 
 
 class LoadOptions(TypedDict):
@@ -27,6 +32,10 @@ class LoadOptions(TypedDict):
     threads: int | None
     piece_bytes: int | None
     ring_slots: int
+    policy: str | None
+    pinned: list[str]
+    pin_threshold: int
+    policy_budget: int | None
 
 
 def load_options(
@@ -42,6 +51,10 @@ def load_options(
     threads: int | None = None,
     piece_bytes: int | str | None = None,
     ring_slots: int = 4,
+    policy: Policy | None = None,
+    pinned: Sequence[str] = (),
+    pin_threshold: int | str | None = None,
+    policy_budget: int | str | None = None,
 ) -> LoadOptions:
     """The options as the core takes them. Sizes are parsed here; everything else is checked by the core."""
     return {
@@ -56,6 +69,10 @@ def load_options(
         "threads": threads,
         "piece_bytes": None if piece_bytes is None else parse_size("piece_bytes", piece_bytes),
         "ring_slots": ring_slots,
+        "policy": policy,
+        "pinned": [pinned] if isinstance(pinned, str) else list(pinned),
+        "pin_threshold": 0 if pin_threshold is None else parse_size("pin_threshold", pin_threshold),
+        "policy_budget": None if policy_budget is None else parse_size("policy_budget", policy_budget),
     }
 
 

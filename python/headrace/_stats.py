@@ -57,6 +57,18 @@ class WeightStats(Record):
     """Read and multiplied by the host's cores."""
     byte_hit_rate: float | None
     """Resident bytes over all bytes that the device read; `None` if it read none."""
+    hits: int
+    """Reads of pieces that a residency policy had resident. 0 without a policy, as all below."""
+    page_ins: int
+    """Reads for which a policy had a piece copied."""
+    evictions: int
+    """Pieces that a policy evicted."""
+    bypassed_page_ins: int
+    """Page-ins that did not stay."""
+    bypassed_bytes: int
+    """Bytes of page-ins that did not stay."""
+    bypassed_share: float | None
+    """Bypassed bytes over the bytes of all page-ins; `None` if there was none."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ use headrace_memory_governor::{
 use headrace_provider::{RangeKind, StepInput, StepOutput};
 
 use crate::error::Result;
-use crate::paged::{EpochReason, PagedWeights};
-use crate::placement::Placement;
+use crate::paged::{EpochReason, PagedWeights, Target};
 use crate::plan::MemoryPlan;
 use crate::schedule::Ring;
 
@@ -28,8 +27,8 @@ struct Holders {
 struct GiveWay {
     weights: Arc<Mutex<PagedWeights>>,
     lease: Mutex<Lease>,
-    /// The placement that an offer promised.
-    target: Mutex<Option<(Placement, EpochReason)>>,
+    /// What an offer promised to go down to.
+    target: Mutex<Option<(Target, EpochReason)>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -38,11 +37,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl GiveWay {
-    /// Gives back what the lease holds beyond what is mapped.
+    /// Gives back what the lease holds beyond what the weights need.
     fn settle(&self) {
-        let mapped = lock(&self.weights).mapped_bytes();
+        let held = lock(&self.weights).held_bytes();
         let mut lease = lock(&self.lease);
-        let surplus = lease.bytes().saturating_sub(mapped);
+        let surplus = lease.bytes().saturating_sub(held);
         if surplus > 0 && lease.shrink(surplus).is_err() {
             log::error!("the weights' lease of {} bytes can't be cut by {surplus}", lease.bytes());
         }
@@ -52,9 +51,9 @@ impl GiveWay {
 impl Reclaim for GiveWay {
     fn offer(&self, ask: &Ask) -> Vec<Lease> {
         let weights = lock(&self.weights);
-        let mapped = weights.mapped_bytes();
-        let target = Placement::within(weights.layout(), weights.granule(), mapped.saturating_sub(ask.bytes));
-        let freed = mapped - target.mapped_bytes(weights.layout(), weights.granule());
+        let held = weights.held_bytes();
+        let target = weights.within(held.saturating_sub(ask.bytes));
+        let freed = held - target.held;
         let reason = if ask.requester == "limit" { EpochReason::Limit } else { EpochReason::KvGrowth };
         *lock(&self.target) = Some((target, reason));
         match lock(&self.lease).split(freed) {
@@ -212,30 +211,22 @@ impl Budget {
 
     /// Makes as many weights resident as free bytes allow.
     fn promote(&mut self, reason: EpochReason) -> Result<()> {
-        let (mapped, all, granule) = {
+        let (held, all) = {
             let weights = self.weights();
-            let all = Placement::all_resident(weights.layout());
-            let bytes = all.mapped_bytes(weights.layout(), weights.granule());
-            (weights.mapped_bytes(), bytes, weights.granule())
+            (weights.held_bytes(), weights.all_bytes())
         };
-        let free = self.holders.weights.room().free;
-        let have = mapped + free + self.staging_lease.bytes();
-        let ring = self.plan.full_ring_bytes();
-        let target = {
-            let weights = self.weights();
-            match have >= all {
-                true => Placement::all_resident(weights.layout()),
-                false => Placement::within(weights.layout(), granule, have.saturating_sub(ring)),
-            }
+        let have = held + self.holders.weights.room().free + self.staging_lease.bytes();
+        // With everything resident there is nothing to stream, and the ring's bytes are free as well.
+        let whole = have >= all && !self.weights().may_stream(all);
+        let target = match whole {
+            true => self.weights().within(all),
+            false => self.weights().within(have.saturating_sub(self.plan.full_ring_bytes())),
         };
-        if have >= all && self.staging_lease.bytes() > 0 {
+        if whole && self.staging_lease.bytes() > 0 {
             self.weights().set_ring(Ring::default())?;
             self.staging_lease.shrink(self.staging_lease.bytes())?;
         }
-        let need = {
-            let weights = self.weights();
-            target.mapped_bytes(weights.layout(), granule).saturating_sub(mapped)
-        };
+        let need = target.held.saturating_sub(held);
         if need == 0 {
             return Ok(());
         }
@@ -251,7 +242,7 @@ impl Budget {
         loop {
             let (cold, ring) = {
                 let weights = self.weights();
-                (weights.placement().cold().next().is_some(), weights.ring())
+                (weights.may_stream(weights.held_bytes()), weights.ring())
             };
             let want = match cold {
                 true => self.plan.ring,

@@ -16,6 +16,7 @@ use crate::kv_state::KvState;
 use crate::options::{EngineOptions, GenerationOptions};
 use crate::paged::PagedCounters;
 use crate::plan::MemoryReport;
+use crate::residency::{PolicyKind, Simulation, TensorTrace, simulate};
 use crate::run::{FinishReason, Generation, Run, RunTime};
 use crate::sampling::Sampler;
 use crate::setup::{Chosen, Device, Setup};
@@ -119,6 +120,30 @@ impl Engine {
             }
         };
         Ok((Inventory::of(&model), memory))
+    }
+
+    /// What each policy of `kinds` would move for the model at `path` under the limit of `options`, over `steps` steps, without
+    /// loading anything.
+    ///
+    /// # Errors
+    /// As [`Engine::load`]; [`EngineError::Argument`] on a device that reads weights in place.
+    pub fn simulate(path: &Path, options: &EngineOptions, kinds: &[PolicyKind], steps: u64) -> Result<Simulation> {
+        if !(2..=10_000).contains(&steps) {
+            return Err(EngineError::argument("steps", steps, "must be 2 to 10000"));
+        }
+        // What is checked is what one of the policies would be loaded with.
+        let options = EngineOptions { policy: kinds.first().copied(), ..options.clone() };
+        let model = Arc::new(headrace_model::load(path)?.spec);
+        let setup = Setup::new(&model, &options)?;
+        match setup.device(&options)?.device {
+            Device::InPlace(_) => {
+                Err(EngineError::argument("policy", "", "this device reads weights in place and has no residency"))
+            }
+            Device::Paged(provider, limit) => {
+                let scenario = Home::scenario(provider, &model, &options, &setup.sizes(&options, limit))?;
+                Ok(simulate(&scenario, kinds, steps))
+            }
+        }
     }
 
     /// The model.
@@ -240,6 +265,12 @@ impl Engine {
             Some(budget) => Ok(budget.weights().checksums()?),
             None => Ok(Vec::new()),
         }
+    }
+
+    /// What a residency policy made of each tensor's reads since [`Engine::reset_stats`], in read order; empty under the
+    /// static schedule.
+    pub fn residency_trace(&self) -> Vec<TensorTrace> {
+        self.home.budget().map_or_else(Vec::new, |budget| budget.weights().residency_trace())
     }
 
     /// One step for all of `runs` that are not finished: the next token of those whose prompt is done, and a chunk of

@@ -8,12 +8,15 @@ use headrace_model::ModelSpec;
 use headrace_provider::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, StepInput, StepOutput};
 
 use crate::budget::Budget;
+use crate::dynamic::policy_limits;
 use crate::error::{EngineError, Result};
 use crate::layout::PieceLayout;
 use crate::options::EngineOptions;
 use crate::paged::{PagedCounters, PagedWeights};
 use crate::plan::{MemoryPlan, MemoryReport, Sizes};
 use crate::program;
+use crate::residency::pins::pinned_pieces;
+use crate::residency::simulate::Scenario;
 
 /// A model's home.
 pub(crate) enum Home {
@@ -42,6 +45,10 @@ impl Home {
         geometry: KvGeometry,
         options: &EngineOptions,
     ) -> Result<Home> {
+        if let Some(kind) = options.policy {
+            let what = "this device reads weights in place and has no residency to decide";
+            return Err(EngineError::argument("policy", kind.name(), what));
+        }
         provider.attach(model.clone(), geometry)?;
         let step = program::in_place(model, options);
         provider.resize(RangeKind::Workspace, step.workspace_bytes(&model.config))?;
@@ -63,9 +70,10 @@ impl Home {
     ) -> Result<Home> {
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
-        let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
-        let plan = MemoryPlan::new(&layout, info.granule, provider.fixed_bytes(), &sizes)?;
-        let weights = PagedWeights::new(provider, model.clone(), options.clone(), layout);
+        let target = options.piece_bytes.unwrap_or(info.piece_bytes);
+        let weights = PagedWeights::new(provider, model.clone(), options.clone(), target)?;
+        let fixed = weights.provider().fixed_bytes();
+        let plan = MemoryPlan::new(weights.schedule_layout(), info.granule, fixed, &sizes)?;
         Ok(Home::Paged { budget: Box::new(Budget::new(weights, plan)?), sizes })
     }
 
@@ -81,6 +89,29 @@ impl Home {
         let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
         let plan = MemoryPlan::new(&layout, info.granule, provider.fixed_bytes(), sizes)?;
         Ok(MemoryReport::of(model, &layout, &plan, &plan.placement))
+    }
+
+    /// What a residency policy would have to work with, without mapping anything.
+    pub(crate) fn scenario(
+        mut provider: Box<dyn Provider>,
+        model: &Arc<ModelSpec>,
+        options: &EngineOptions,
+        sizes: &Sizes,
+    ) -> Result<Scenario> {
+        provider.attach(model.clone(), sizes.geometry)?;
+        let info = provider.info();
+        let target = options.piece_bytes.unwrap_or(info.piece_bytes);
+        let schedule = PieceLayout::new(model, target);
+        let plan = MemoryPlan::new(&schedule, info.granule, provider.fixed_bytes(), sizes)?;
+        let layout = Arc::new(PieceLayout::by_tensor(model, target));
+        Ok(Scenario {
+            limits: policy_limits(&schedule, info.granule, plan.weights_bytes, options.policy_budget),
+            pinned: pinned_pieces(model, &layout, &options.pinned, options.pin_threshold)?,
+            schedule_bytes: plan.placement.cold_bytes(&schedule),
+            schedule: Some(Arc::new(schedule)),
+            layout,
+            granule: info.granule,
+        })
     }
 
     /// The budget, where there is a limit.
@@ -165,13 +196,14 @@ impl Home {
     pub(crate) fn counters(&self) -> PagedCounters {
         match self {
             Home::InPlace { counters, .. } => counters.clone(),
-            Home::Paged { budget, .. } => budget.weights().counters().clone(),
+            Home::Paged { budget, .. } => budget.weights().counters(),
         }
     }
 
-    /// Peaks start again at what is held now.
+    /// Peaks start again at what is held now, and the trace at nothing.
     pub(crate) fn reset_peaks(&self) {
         if let Some(budget) = self.budget() {
+            budget.weights().reset_residency_trace();
             budget.reset_peaks();
         }
     }
@@ -188,7 +220,7 @@ impl Home {
             Home::Paged { budget, sizes } => {
                 let weights = budget.weights();
                 let fixed = weights.provider().fixed_bytes();
-                MemoryPlan::new(weights.layout(), weights.granule(), fixed, &Sizes { limit, ..sizes.clone() })
+                MemoryPlan::new(weights.schedule_layout(), weights.granule(), fixed, &Sizes { limit, ..sizes.clone() })
             }
         }
     }

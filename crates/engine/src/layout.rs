@@ -55,6 +55,15 @@ impl PieceLayout {
     /// Cuts fall between tensors where they can. A tensor larger than `target` is cut into equal parts; smaller ones are put
     /// together as long as they fit.
     pub fn new(model: &ModelSpec, target: u64) -> PieceLayout {
+        PieceLayout::cut(model, target, true)
+    }
+
+    /// As [`PieceLayout::new`], but no piece holds rows of two tensors.
+    pub fn by_tensor(model: &ModelSpec, target: u64) -> PieceLayout {
+        PieceLayout::cut(model, target, false)
+    }
+
+    fn cut(model: &ModelSpec, target: u64, together: bool) -> PieceLayout {
         let mut layout = PieceLayout { pieces: Vec::new(), range_bytes: 0, weight_bytes: 0 };
         let mut open: Vec<(TensorId, usize, usize)> = Vec::new();
         let mut open_bytes = 0;
@@ -62,7 +71,7 @@ impl PieceLayout {
             let t = model.tensor(id);
             let row_bytes = (t.format.total_row_bytes(t.cols) as u64).max(1);
             let bytes = row_bytes * t.rows as u64;
-            if open_bytes + bytes > target && !open.is_empty() {
+            if (open_bytes + bytes > target || !together) && !open.is_empty() {
                 layout.push(model, &open);
                 open.clear();
                 open_bytes = 0;

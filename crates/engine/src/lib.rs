@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod budget;
+mod dynamic;
 pub mod engine;
 pub mod error;
 mod home;
@@ -17,6 +18,7 @@ pub mod paged;
 pub mod placement;
 pub mod plan;
 pub mod program;
+pub mod residency;
 pub mod run;
 pub mod sampling;
 pub mod schedule;
@@ -27,6 +29,7 @@ pub use engine::{Engine, Hook, Logits, Progress};
 pub use error::{EngineError, Result};
 pub use inventory::Inventory;
 pub use options::{DeviceChoice, EngineOptions, GenerationOptions};
+pub use residency::PolicyKind;
 pub use run::{FinishReason, Generation, Run};
 
 /// The kernel family that the CPU provider picks on this machine.

@@ -5,6 +5,7 @@ use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::elementwise::KvDtype;
 
 use crate::error::{EngineError, Result};
+use crate::residency::PolicyKind;
 
 /// Bytes that the logits of one step may take beyond one row a sequence. A prompt's rows need one row of logits; more
 /// are only for [`crate::Engine::logits`].
@@ -50,6 +51,15 @@ pub struct EngineOptions {
     pub kv_layout: KvLayout,
     /// Threads that compute on the host; `None` for all cores this process may use.
     pub threads: Option<usize>,
+    /// A residency policy that decides at every access what stays; `None` for the static schedule, which is faster.
+    pub policy: Option<PolicyKind>,
+    /// Names of tensors, or patterns with `*` and `?`, that a policy never evicts.
+    pub pinned: Vec<String>,
+    /// Tensors of at most so many bytes are pinned too.
+    pub pin_threshold: u64,
+    /// Bytes of weights that a policy may keep; `None` for as many as the static schedule keeps under the same limit, which
+    /// is also the most.
+    pub policy_budget: Option<u64>,
 }
 
 impl Default for EngineOptions {
@@ -66,6 +76,10 @@ impl Default for EngineOptions {
             kv_dtype: KvDtype::default(),
             kv_layout: KvLayout::default(),
             threads: None,
+            policy: None,
+            pinned: Vec::new(),
+            pin_threshold: 0,
+            policy_budget: None,
         }
     }
 }
@@ -101,6 +115,11 @@ impl EngineOptions {
         if self.piece_bytes.is_some_and(|b| !(4096..=1 << 30).contains(&b)) {
             let given = self.piece_bytes.unwrap_or_default();
             return Err(EngineError::argument("piece_bytes", given, "must be 4096 bytes to 1 GiB"));
+        }
+        if self.policy.is_none() && (!self.pinned.is_empty() || self.pin_threshold > 0 || self.policy_budget.is_some())
+        {
+            let what = "pinned, pin_threshold and policy_budget need a policy; the static schedule has none";
+            return Err(EngineError::argument("policy", "None", what));
         }
         most("threads", self.threads.unwrap_or(1), 1024)?;
         most("prefill_chunk", self.prefill_chunk, 65_536)?;

@@ -1,15 +1,20 @@
 //! Weights on a device with memory of its own: what is mapped, the programs of the epoch, the change from one placement to
-//! another. Bytes are granted elsewhere (`budget`); this file moves them.
+//! another (`moves`). Bytes are granted elsewhere (`budget`).
+
+mod moves;
 
 use std::sync::Arc;
 
 use headrace_model::ModelSpec;
-use headrace_provider::{DeviceError, Place, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput};
+use headrace_provider::{DeviceError, Instr, ProgramId, Provider, RangeKind, StepInput, StepOutput, StepProgram};
 
+use crate::dynamic::Dynamic;
+use crate::error::Result;
 use crate::layout::PieceLayout;
 use crate::options::EngineOptions;
 use crate::placement::Placement;
-use crate::schedule::{Ring, Schedule, segments};
+use crate::residency::{ResidencyCounters, TensorTrace};
+use crate::schedule::{Ring, Schedule};
 
 /// Why an epoch began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -62,6 +67,17 @@ pub struct PagedCounters {
     pub replays: u64,
     /// Epochs by reason, in the order of [`EpochReason::ALL`].
     pub epochs: [u64; EpochReason::ALL.len()],
+    /// What a residency policy did; all 0 under the static schedule.
+    pub residency: ResidencyCounters,
+}
+
+/// What is to be resident, and the bytes that have to be granted for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Which pieces.
+    pub placement: Placement,
+    /// Bytes: those of the placement's granules, or, under a policy, those that it may come to fill.
+    pub held: u64,
 }
 
 /// The programs of the present epoch.
@@ -85,18 +101,31 @@ pub struct PagedWeights {
     epoch: Option<Epoch>,
     reason: EpochReason,
     counters: PagedCounters,
+    /// The policy in charge; `None` under the static schedule.
+    dynamic: Option<Box<Dynamic>>,
 }
 
 impl PagedWeights {
-    /// Nothing mapped yet; `provider` has the model attached.
+    /// Nothing mapped yet; `provider` has the model attached. `target` is the size of a piece in bytes.
+    ///
+    /// # Errors
+    /// [`crate::EngineError::Argument`] for a pin that matches nothing.
     pub fn new(
         provider: Box<dyn Provider>,
         model: Arc<ModelSpec>,
         options: EngineOptions,
-        layout: PieceLayout,
-    ) -> PagedWeights {
-        PagedWeights {
-            granule: provider.info().granule,
+        target: u64,
+    ) -> Result<PagedWeights> {
+        let granule = provider.info().granule;
+        let mut layout = PieceLayout::new(&model, target);
+        let mut dynamic = None;
+        if let Some(kind) = options.policy {
+            let schedule = std::mem::replace(&mut layout, PieceLayout::by_tensor(&model, target));
+            let pieces = Arc::new(layout.clone());
+            dynamic = Some(Box::new(Dynamic::new(&model, &options, kind, pieces, schedule, granule)?));
+        }
+        Ok(PagedWeights {
+            granule,
             provider,
             model,
             options,
@@ -106,7 +135,8 @@ impl PagedWeights {
             epoch: None,
             reason: EpochReason::Load,
             counters: PagedCounters::default(),
-        }
+            dynamic,
+        })
     }
 
     /// The device.
@@ -122,6 +152,11 @@ impl PagedWeights {
     /// Pieces.
     pub fn layout(&self) -> &PieceLayout {
         &self.layout
+    }
+
+    /// The pieces that the static schedule has, or would have: what a limit is planned for.
+    pub fn schedule_layout(&self) -> &PieceLayout {
+        self.dynamic.as_ref().map_or(&self.layout, |d| d.schedule())
     }
 
     /// Mapping unit in bytes.
@@ -140,8 +175,27 @@ impl PagedWeights {
     }
 
     /// Counters.
-    pub fn counters(&self) -> &PagedCounters {
-        &self.counters
+    pub fn counters(&self) -> PagedCounters {
+        let mut counters = self.counters.clone();
+        if let Some(dynamic) = &self.dynamic {
+            let cache = *dynamic.cache().counters();
+            counters.residency = cache;
+            counters.resident_bytes_read = cache.hit_bytes;
+            counters.streamed_bytes = cache.page_in_bytes;
+        }
+        counters
+    }
+
+    /// What became of the reads of each tensor; empty under the static schedule.
+    pub fn residency_trace(&self) -> Vec<TensorTrace> {
+        self.dynamic.as_ref().map_or_else(Vec::new, |d| d.trace(&self.model))
+    }
+
+    /// Begins the trace anew.
+    pub fn reset_residency_trace(&mut self) {
+        if let Some(dynamic) = &mut self.dynamic {
+            dynamic.reset_trace();
+        }
     }
 
     /// The present epoch's programs; `None` between a change and the next step.
@@ -149,137 +203,48 @@ impl PagedWeights {
         self.epoch.as_ref().map(|e| &e.schedule)
     }
 
-    /// Bytes of granules that the resident pieces take.
-    pub fn mapped_bytes(&self) -> u64 {
-        self.placement.mapped_bytes(&self.layout, self.granule)
+    /// Bytes that have to be granted: those of the granules of resident pieces, or those that a policy may fill.
+    pub fn held_bytes(&self) -> u64 {
+        match &self.dynamic {
+            Some(dynamic) => dynamic.capacity(),
+            None => self.placement.mapped_bytes(&self.layout, self.granule),
+        }
     }
 
-    /// Changes the placement: old programs go first, then granules that nothing resident touches any more are given back,
-    /// then new ones are mapped and filled. The caller holds the bytes of both placements' union where it promotes.
-    ///
-    /// # Errors
-    /// The device's. What was promoted by then is cold again, what was to be demoted may be: [`PagedWeights::placement`] says
-    /// what is so, and it is consistent with what is mapped.
-    pub fn place(&mut self, target: Placement, reason: EpochReason) -> Result<(), DeviceError> {
-        if target == self.placement {
-            return Ok(());
-        }
-        self.end_epoch(reason);
-        // Demotions: granules of the old placement that the kept pieces don't touch.
-        let kept = Placement {
-            resident: self.placement.resident.iter().zip(&target.resident).map(|(a, b)| *a && *b).collect(),
-        };
-        self.unmap_down_to(kept)?;
-        // Promotions, piece by piece, so that a failure leaves whole pieces.
-        for piece in 0..target.resident.len() {
-            if target.resident[piece] && !self.placement.resident[piece] {
-                self.promote(piece)?;
+    /// Bytes of the granules of all pieces.
+    pub fn all_bytes(&self) -> u64 {
+        Placement::all_resident(&self.layout).mapped_bytes(&self.layout, self.granule)
+    }
+
+    /// What is to be resident with `bytes` granted. The policy picks what leaves; the static schedule also what comes.
+    pub fn within(&self, bytes: u64) -> Target {
+        match &self.dynamic {
+            Some(dynamic) => {
+                let held = bytes.min(self.all_bytes()) / self.granule * self.granule;
+                Target { placement: dynamic.within(held), held }
             }
-        }
-        Ok(())
-    }
-
-    /// Demotes whatever `kept` doesn't hold.
-    fn unmap_down_to(&mut self, kept: Placement) -> Result<(), DeviceError> {
-        let before = self.placement.mapped_runs(&self.layout, self.granule);
-        let after = kept.mapped_runs(&self.layout, self.granule);
-        let mut undone: Vec<(u64, u64)> = Vec::new();
-        for (offset, bytes) in subtract(&before, &after) {
-            if let Err(error) = self.provider.unmap(RangeKind::Weights, offset, bytes) {
-                // Map what was unmapped already, and fill it again: the old placement stands, or as much of it as can.
-                self.restore(&undone);
-                return Err(error);
-            }
-            undone.push((offset, bytes));
-        }
-        self.placement = kept;
-        Ok(())
-    }
-
-    /// Maps and fills granules that were unmapped a moment ago; pieces that can't be restored are cold from now on.
-    fn restore(&mut self, runs: &[(u64, u64)]) {
-        for &(offset, bytes) in runs {
-            let touches = |p: &crate::layout::Piece| p.address < offset + bytes && offset < p.address + p.slab_bytes;
-            let lost: Vec<usize> = self
-                .layout
-                .pieces
-                .iter()
-                .enumerate()
-                .filter(|(i, p)| self.placement.resident[*i] && touches(p))
-                .map(|(i, _)| i)
-                .collect();
-            let mapped = self.provider.map(RangeKind::Weights, offset, bytes).is_ok();
-            for piece in lost {
-                let loaded = mapped && self.load(piece).is_ok();
-                self.placement.resident[piece] = loaded;
+            None => {
+                let placement = Placement::within(&self.layout, self.granule, bytes);
+                Target { held: placement.mapped_bytes(&self.layout, self.granule), placement }
             }
         }
     }
 
-    fn promote(&mut self, piece: usize) -> Result<(), DeviceError> {
-        let before = self.placement.mapped_runs(&self.layout, self.granule);
-        let mut with = self.placement.clone();
-        with.resident[piece] = true;
-        let after = with.mapped_runs(&self.layout, self.granule);
-        let added = subtract(&after, &before);
-        let mut result = Ok(());
-        let mut mapped = Vec::new();
-        for &(offset, bytes) in &added {
-            result = self.provider.map(RangeKind::Weights, offset, bytes);
-            if result.is_err() {
-                break;
-            }
-            mapped.push((offset, bytes));
-        }
-        let result = result.and_then(|()| self.load(piece));
-        if result.is_err() {
-            for (offset, bytes) in mapped {
-                // A failure here leaves granules mapped that nothing uses; the ledger's check against the device's count
-                // shows them as unaccounted.
-                let _ = self.provider.unmap(RangeKind::Weights, offset, bytes);
-            }
-            return result;
-        }
-        self.placement = with;
-        Ok(())
-    }
-
-    fn load(&mut self, piece: usize) -> Result<(), DeviceError> {
-        let p = &self.layout.pieces[piece];
-        let address = p.address;
-        let segments: Vec<Segment> = segments(p, |offset| Place::Resident { offset: address + offset });
-        self.provider.load(&segments)?;
-        self.counters.loaded_bytes += p.weight_bytes;
-        Ok(())
-    }
-
-    /// A checksum (FNV-1a) of each resident piece's weights as the device has them; `None` for a cold piece.
-    ///
-    /// # Errors
-    /// The device's.
-    pub fn checksums(&self) -> Result<Vec<Option<u64>>, DeviceError> {
-        let mut buffer = Vec::new();
-        let pieces = self.layout.pieces.iter().zip(&self.placement.resident);
-        pieces
-            .map(|(piece, resident)| {
-                if !resident {
-                    return Ok(None);
-                }
-                buffer.resize(piece.slab_bytes as usize, 0);
-                self.provider.read(RangeKind::Weights, piece.address, &mut buffer)?;
-                let fnv = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
-                Ok(Some(buffer.iter().fold(0xcbf2_9ce4_8422_2325, fnv)))
-            })
-            .collect()
+    /// True if a step may have to stream something with `bytes` granted.
+    pub fn may_stream(&self, bytes: u64) -> bool {
+        bytes < self.all_bytes() || self.dynamic.as_ref().is_some_and(|d| d.may_bypass(bytes))
     }
 
     /// Maps or unmaps the ring, once its bytes are granted.
     ///
     /// # Errors
     /// The device's; the ring is as before then.
-    pub fn set_ring(&mut self, ring: Ring) -> Result<(), DeviceError> {
+    pub fn set_ring(&mut self, ring: Ring) -> std::result::Result<(), DeviceError> {
         if ring != self.ring {
             self.end_epoch(self.reason);
+            if let Some(dynamic) = &mut self.dynamic {
+                dynamic.forget_ring(self.provider.as_mut());
+            }
             self.provider.resize(RangeKind::Staging, u64::from(ring.slots) * ring.slot_bytes)?;
             self.ring = ring;
         }
@@ -301,7 +266,17 @@ impl PagedWeights {
     ///
     /// # Errors
     /// The device's. The ring is filled anew before the next step then.
-    pub fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
+    pub fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> std::result::Result<(), DeviceError> {
+        if let Some(mut dynamic) = self.dynamic.take() {
+            let result = dynamic.run(self, input, output);
+            // A failure may have left less resident than was meant.
+            dynamic.sync(&self.placement);
+            self.dynamic = Some(dynamic);
+            if result.is_ok() {
+                self.count_step(input);
+            }
+            return result;
+        }
         let mut epoch = match self.epoch.take() {
             Some(epoch) => epoch,
             None => self.begin_epoch()?,
@@ -315,7 +290,7 @@ impl PagedWeights {
         result
     }
 
-    fn begin_epoch(&mut self) -> Result<Epoch, DeviceError> {
+    fn begin_epoch(&mut self) -> std::result::Result<Epoch, DeviceError> {
         let schedule = Schedule::new(&self.model, &self.options, &self.layout, &self.placement, self.ring);
         let step = self.provider.record(schedule.step.clone())?;
         let prologue = match schedule.prologue.instrs.is_empty() {
@@ -341,7 +316,12 @@ impl PagedWeights {
         Ok(Epoch { schedule, step, prologue, primed: false })
     }
 
-    fn run_epoch(&mut self, epoch: &mut Epoch, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
+    fn run_epoch(
+        &mut self,
+        epoch: &mut Epoch,
+        input: &StepInput,
+        output: &mut StepOutput,
+    ) -> std::result::Result<(), DeviceError> {
         if !epoch.primed {
             if let Some(prologue) = epoch.prologue {
                 self.provider.run(prologue, &StepInput::default(), output)?;
@@ -352,40 +332,32 @@ impl PagedWeights {
         self.provider.run(epoch.step, input, output)?;
         self.counters.streamed_bytes += epoch.schedule.streamed_bytes;
         self.counters.resident_bytes_read += epoch.schedule.resident_bytes;
+        self.count_step(input);
+        Ok(())
+    }
+
+    /// A step of `instrs` through `ring`.
+    pub(crate) fn program(&self, instrs: Vec<Instr>, ring: Ring) -> StepProgram {
+        StepProgram {
+            instrs,
+            activations: self.options.activations,
+            max_rows: self.options.max_rows(),
+            max_wanted: self.options.max_wanted(self.model.config.vocab),
+            slot_bytes: ring.slot_bytes,
+            slots: ring.slots,
+        }
+    }
+
+    /// Records a program of a step.
+    pub(crate) fn record(&mut self, program: StepProgram) -> std::result::Result<ProgramId, DeviceError> {
+        let id = self.provider.record(program)?;
+        self.counters.captures += 1;
+        Ok(id)
+    }
+
+    fn count_step(&mut self, input: &StepInput) {
         let embedding = self.model.tensor(self.model.embedding);
         self.counters.host_mapped_bytes += (embedding.bytes() / embedding.rows.max(1) * input.rows.len()) as u64;
         self.counters.replays += 1;
-        Ok(())
-    }
-}
-
-/// The parts of the runs `a` that no run of `b` covers. Both are increasing and disjoint.
-fn subtract(a: &[(u64, u64)], b: &[(u64, u64)]) -> Vec<(u64, u64)> {
-    let mut out = Vec::new();
-    for &(offset, bytes) in a {
-        let mut at = offset;
-        let end = offset + bytes;
-        for &(other, len) in b.iter().filter(|(o, l)| *o < end && o + l > offset) {
-            if other > at {
-                out.push((at, other - at));
-            }
-            at = at.max(other + len);
-        }
-        if at < end {
-            out.push((at, end - at));
-        }
-    }
-    out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn subtraction_of_runs() {
-        assert_eq!(subtract(&[(0, 10)], &[]), [(0, 10)]);
-        assert_eq!(subtract(&[(0, 10)], &[(0, 10)]), []);
-        assert_eq!(subtract(&[(0, 10), (20, 5)], &[(2, 3), (8, 13)]), [(0, 2), (5, 3), (21, 4)]);
     }
 }

@@ -77,7 +77,7 @@ impl Placement {
 
 /// Piece indices in the order in which they become cold: the van der Corput sequence, base 2, scaled to `pieces`; last pieces
 /// first, so that the head of a step, which the first copies have least time for, stays longest.
-fn cold_order(pieces: usize) -> Vec<usize> {
+pub(crate) fn cold_order(pieces: usize) -> Vec<usize> {
     let bits = usize::BITS - pieces.saturating_sub(1).leading_zeros();
     let mut order = Vec::with_capacity(pieces);
     for i in 0..1usize << bits {
@@ -90,15 +90,15 @@ fn cold_order(pieces: usize) -> Vec<usize> {
 }
 
 /// How many resident pieces touch each granule.
-#[derive(Clone)]
-struct GranuleCount {
+#[derive(Clone, Debug)]
+pub(crate) struct GranuleCount {
     granule: u64,
     touched: Vec<u32>,
     mapped: u64,
 }
 
 impl GranuleCount {
-    fn new(layout: &PieceLayout, granule: u64, placement: &Placement) -> GranuleCount {
+    pub(crate) fn new(layout: &PieceLayout, granule: u64, placement: &Placement) -> GranuleCount {
         let granules = layout.range_bytes.div_ceil(granule) as usize;
         let mut count = GranuleCount { granule, touched: vec![0; granules], mapped: 0 };
         for (i, _) in placement.resident.iter().enumerate().filter(|(_, r)| **r) {
@@ -112,21 +112,27 @@ impl GranuleCount {
         (p.address / self.granule) as usize..(p.address + p.slab_bytes).div_ceil(self.granule) as usize
     }
 
-    fn add_piece(&mut self, layout: &PieceLayout, piece: usize) {
+    pub(crate) fn add_piece(&mut self, layout: &PieceLayout, piece: usize) {
         for g in self.span(layout, piece) {
             self.mapped += u64::from(self.touched[g] == 0);
             self.touched[g] += 1;
         }
     }
 
-    fn drop_piece(&mut self, layout: &PieceLayout, piece: usize) {
+    pub(crate) fn drop_piece(&mut self, layout: &PieceLayout, piece: usize) {
         for g in self.span(layout, piece) {
             self.touched[g] -= 1;
             self.mapped -= u64::from(self.touched[g] == 0);
         }
     }
 
-    fn bytes(&self) -> u64 {
+    /// Bytes of granules that `piece` would add.
+    pub(crate) fn added_bytes(&self, layout: &PieceLayout, piece: usize) -> u64 {
+        self.span(layout, piece).filter(|&g| self.touched[g] == 0).count() as u64 * self.granule
+    }
+
+    /// Bytes of granules that some resident piece touches.
+    pub(crate) fn bytes(&self) -> u64 {
         self.mapped * self.granule
     }
 }

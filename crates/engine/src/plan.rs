@@ -96,7 +96,9 @@ pub struct MemoryPlan {
     pub ring_bytes: u64,
     /// The ladder of KV capacities.
     pub buckets: Buckets,
-    /// What is resident while KV is at its floor.
+    /// Bytes of granules that weights may take while KV is at its floor.
+    pub weights_bytes: u64,
+    /// What is resident then.
     pub placement: Placement,
 }
 
@@ -143,11 +145,9 @@ impl MemoryPlan {
         let never_cold = fixed + workspace + buckets.max().bytes + all_bytes <= usable;
         let ring_bytes = if never_cold || full_ring >= all_bytes { 0 } else { full_ring };
         let room = usable - fixed - workspace - buckets.floor().bytes;
-        let placement = match all_bytes <= room {
-            true => all,
-            false => Placement::within(layout, granule, room.saturating_sub(full_ring)),
-        };
-        Ok(MemoryPlan { breakdown, granule, fixed, workspace, ring, ring_bytes, buckets, placement })
+        let weights_bytes = if all_bytes <= room { all_bytes } else { room.saturating_sub(full_ring) };
+        let placement = Placement::within(layout, granule, weights_bytes);
+        Ok(MemoryPlan { breakdown, granule, fixed, workspace, ring, ring_bytes, buckets, weights_bytes, placement })
     }
 
     /// Bytes of the ring when it is there, whole granules.

@@ -52,6 +52,18 @@ pub struct WeightStats {
     pub host_computed_bytes: u64,
     /// Resident bytes over all bytes that the device read; `None` if it read none.
     pub byte_hit_rate: Option<f64>,
+    /// Reads of pieces that a policy had resident. 0 under the static schedule, as all below.
+    pub hits: u64,
+    /// Reads for which a policy had a piece copied.
+    pub page_ins: u64,
+    /// Pieces that a policy evicted.
+    pub evictions: u64,
+    /// Page-ins that did not stay.
+    pub bypassed_page_ins: u64,
+    /// Bytes of page-ins that did not stay.
+    pub bypassed_bytes: u64,
+    /// Bypassed bytes over the bytes of all page-ins; `None` if there was none.
+    pub bypassed_share: Option<f64>,
 }
 
 impl WeightStats {
@@ -61,12 +73,19 @@ impl WeightStats {
         let streamed = now.streamed_bytes - before.streamed_bytes;
         let mapped = now.host_mapped_bytes - before.host_mapped_bytes;
         let read = resident + streamed + mapped;
+        let policy = now.residency.since(&before.residency);
         WeightStats {
             resident_bytes_read: resident,
             streamed_bytes: streamed,
             host_mapped_bytes: mapped,
             host_computed_bytes: now.host_computed_bytes - before.host_computed_bytes,
             byte_hit_rate: (read > 0).then(|| resident as f64 / read as f64),
+            hits: policy.hits,
+            page_ins: policy.page_ins,
+            evictions: policy.evictions,
+            bypassed_page_ins: policy.bypassed_page_ins,
+            bypassed_bytes: policy.bypassed_bytes,
+            bypassed_share: policy.bypassed_share(),
             ..WeightStats::default()
         }
     }

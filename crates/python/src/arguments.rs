@@ -1,6 +1,6 @@
 //! Python's words for the engine's options.
 
-use headrace_engine::{DeviceChoice, EngineOptions, GenerationOptions};
+use headrace_engine::{DeviceChoice, EngineOptions, GenerationOptions, PolicyKind};
 use headrace_kv::KvLayout;
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::elementwise::KvDtype;
@@ -30,13 +30,18 @@ pub struct LoadArguments {
     threads: Option<usize>,
     piece_bytes: Option<u64>,
     ring_slots: u32,
+    policy: Option<String>,
+    pinned: Vec<String>,
+    pin_threshold: u64,
+    policy_budget: Option<u64>,
 }
 
 /// The engine's options.
 pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
     let LoadArguments { max_context, max_batch, prefill_chunk, threads, .. } = arguments;
     let LoadArguments { vram_limit, piece_bytes, ring_slots, .. } = arguments;
-    let LoadArguments { device, activations, kv_dtype, kv_layout, .. } = &arguments;
+    let LoadArguments { pin_threshold, policy_budget, .. } = arguments;
+    let LoadArguments { device, activations, kv_dtype, kv_layout, policy, pinned, .. } = &arguments;
     Ok(EngineOptions {
         vram_limit,
         piece_bytes,
@@ -57,6 +62,10 @@ pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
             &[("head-major", KvLayout::HeadMajor), ("seq-major", KvLayout::SeqMajor)],
         )?,
         threads,
+        policy: policy.as_deref().map(policy_kind).transpose()?,
+        pinned: pinned.clone(),
+        pin_threshold,
+        policy_budget,
     })
 }
 
@@ -72,6 +81,11 @@ fn device_choice(name: &str) -> PyResult<DeviceChoice> {
         ("host-device", DeviceChoice::HostDevice),
     ];
     choose("device", name, &choices)
+}
+
+/// The residency policy of that name.
+pub fn policy_kind(name: &str) -> PyResult<PolicyKind> {
+    choose("policy", name, &PolicyKind::ALL.map(|kind| (kind.name(), kind)))
 }
 
 /// Keyword arguments of a generation, as they come.

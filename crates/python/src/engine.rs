@@ -9,7 +9,7 @@ use numpy::{IntoPyArray, PyArray2, PyArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arguments::{LoadArguments, engine_options, generation_options};
+use crate::arguments::{LoadArguments, engine_options, generation_options, policy_kind};
 use crate::errors::HeadraceError;
 use crate::guard::{Signals, Stop, detached};
 use crate::stream::TokenStream;
@@ -36,6 +36,20 @@ pub fn lock(shared: &Shared) -> MutexGuard<'_, headrace_engine::Engine> {
 pub fn plan(py: Python<'_>, path: PathBuf, options: LoadArguments) -> PyResult<String> {
     let options = engine_options(options)?;
     to_json(&detached(py, move || Ok(headrace_engine::Engine::plan(&path, &options)?))?)
+}
+
+/// What each of the named residency policies would move, as JSON.
+#[pyfunction]
+pub fn simulate(
+    py: Python<'_>,
+    path: PathBuf,
+    options: LoadArguments,
+    policies: Vec<String>,
+    steps: u64,
+) -> PyResult<String> {
+    let options = engine_options(options)?;
+    let kinds = policies.iter().map(|name| policy_kind(name)).collect::<PyResult<Vec<_>>>()?;
+    to_json(&detached(py, move || Ok(headrace_engine::Engine::simulate(&path, &options, &kinds, steps)?))?)
 }
 
 fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
@@ -208,6 +222,11 @@ impl Engine {
     /// A checksum of every resident piece of weights, read back from the device; `None` for a cold one.
     fn weight_checksums(&self, py: Python<'_>) -> PyResult<Vec<Option<u64>>> {
         detached(py, || Ok(lock(&self.shared).weight_checksums()?))
+    }
+
+    /// What a residency policy made of each tensor's reads, as JSON.
+    fn residency_trace(&self, py: Python<'_>) -> PyResult<String> {
+        to_json(&detached(py, || Ok(lock(&self.shared).residency_trace()))?)
     }
 
     /// The counters, as JSON.

@@ -16,6 +16,8 @@ mod _core {
     #[pymodule_export]
     use super::engine::plan;
     #[pymodule_export]
+    use super::engine::simulate;
+    #[pymodule_export]
     use super::errors::{
         BudgetError, ContextLengthError, DeviceError, HeadraceError, ModelFormatError, NonFiniteError,
         UnsupportedModelError,

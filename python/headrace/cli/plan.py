@@ -10,8 +10,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from headrace._options import POLICIES
 from headrace._plan import MemoryPlan, Plan
 from headrace._plan import plan as make_plan
+from headrace._residency import Simulation
+from headrace._residency import simulate as simulate_policies
 
 
 @click.command()
@@ -22,6 +25,9 @@ from headrace._plan import plan as make_plan
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True, help="Most sequences at once.")
 @click.option("--tensors", is_flag=True, help="List every tensor in read order.")
 @click.option("--pieces", is_flag=True, help="List every piece of weights, resident or streamed.")
+@click.option("--simulate", is_flag=True, help="Show what residency policies would move beside the optimum.")
+@click.option("--policy", type=click.Choice(["all", *POLICIES]), default="all", show_default=True, help="For --simulate.")
+@click.option("--steps", type=click.IntRange(2, 10_000), default=16, show_default=True, help="For --simulate.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def plan(
     model: str,
@@ -31,9 +37,29 @@ def plan(
     max_batch: int,
     tensors: bool,
     pieces: bool,
+    simulate: bool,
+    policy: str,
+    steps: int,
     as_json: bool,
 ) -> None:
     """Show what MODEL's files hold, in the order in which a step reads it, and what a memory limit would mean for it."""
+    if simulate:
+        simulation = simulate_policies(
+            model,
+            device="host-device" if device == "auto" else device,  # type: ignore[arg-type]
+            vram_limit=vram_limit,
+            max_context=max_context,
+            max_batch=max_batch,
+            policies=POLICIES if policy == "all" else (policy,),  # type: ignore[arg-type]
+            steps=steps,
+        )
+        if as_json:
+            click.echo(json.dumps(simulation.as_dict(), indent=2))
+        else:
+            Console().print(_simulation(simulation))
+        return
+    if policy != "all":
+        raise click.UsageError("--policy goes with --simulate")
     result = make_plan(
         model,
         device=device,  # type: ignore[arg-type]
@@ -103,6 +129,24 @@ def _pieces(m: MemoryPlan) -> Table:
     for index, piece in enumerate(m.pieces):
         names = ", ".join(f"{name}[{start}:{end}]" for name, start, end in piece.tensors)
         table.add_row(str(index), names, f"{piece.bytes:,}", "resident" if piece.resident else "streamed")
+    return table
+
+
+def _simulation(s: Simulation) -> Table:
+    title = f"{s.steps} steps of {s.step_bytes:,} bytes in {s.accesses:,} pieces, of which {s.budget:,} may stay"
+    table = Table("policy", title=title)
+    for column in ("bytes a step", "over", "hits", "by bytes", "evicted", "bypassed"):
+        table.add_column(column, justify="right", no_wrap=True)
+
+    def row(name: str, moved: float, *rest: str) -> None:
+        over = f"{moved / s.optimum_bytes - 1:+.1%}" if s.optimum_bytes else f"{moved - s.optimum_bytes:+,.0f}"
+        table.add_row(name, f"{moved:,.0f}", over, *rest)
+
+    for name, moved in (("optimum", s.optimum_bytes), ("(schedule)", s.schedule_bytes)):
+        row(name, moved, "", f"{1 - moved / max(s.step_bytes, 1):.1%}")
+    for p in s.policies:
+        shares = f"{p.byte_hit_rate:.1%}", f"{p.evictions_per_step:,.1f}", f"{p.bypassed_share:.1%}"
+        row(p.policy, p.bytes_per_step, f"{p.hits_per_step:,.1f}", *shares)
     return table
 
 
