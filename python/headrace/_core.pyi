@@ -19,7 +19,8 @@ __all__ = [
     "TokenStream",
     "UnsupportedModelError",
     "build_info",
-    "inventory",
+    "plan",
+    "simulate",
 ]
 
 _GenerationTuple: TypeAlias = tuple[list[int], Literal["stop", "length", "context"], int, float, float, int]
