@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use headrace_model::tokenizer::Tokenizer;
 use headrace_model::{Model, ModelSpec};
 use headrace_numerics::CONTRACT_VERSION;
-use headrace_provider::{DeviceInfo, StepInput, StepOutput, TokenRow};
+use headrace_provider::{DeviceInfo, Provider, StepInput, StepOutput, TokenRow};
 
 use crate::error::{EngineError, Result};
 use crate::home::Home;
@@ -82,10 +82,40 @@ impl Engine {
     }
 
     /// An engine for a model that is in memory already.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
     pub fn from_spec(model: Arc<ModelSpec>, tokenizer: Option<Tokenizer>, options: EngineOptions) -> Result<Engine> {
         let setup = Setup::new(&model, &options)?;
-        let Chosen { device, asked_for } = setup.device(&options)?;
-        let home = match device {
+        let chosen = setup.device(&options)?;
+        Engine::assemble(model, tokenizer, options, setup, chosen)
+    }
+
+    /// An engine on a device of the caller's making, with memory of its own, of which `limit` bytes may be used. The device of
+    /// `options` is not looked at.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn on_device(
+        model: Arc<ModelSpec>,
+        tokenizer: Option<Tokenizer>,
+        options: EngineOptions,
+        device: Box<dyn Provider>,
+        limit: u64,
+    ) -> Result<Engine> {
+        let setup = Setup::new(&model, &options)?;
+        let chosen = Chosen { device: Device::Paged(device, limit), asked_for: String::new() };
+        Engine::assemble(model, tokenizer, options, setup, chosen)
+    }
+
+    fn assemble(
+        model: Arc<ModelSpec>,
+        tokenizer: Option<Tokenizer>,
+        options: EngineOptions,
+        setup: Setup,
+        chosen: Chosen,
+    ) -> Result<Engine> {
+        let home = match chosen.device {
             Device::InPlace(provider) => Home::in_place(provider, &model, setup.geometry, &options)?,
             Device::Paged(provider, limit) => Home::paged(provider, &model, &options, setup.sizes(&options, limit))?,
         };
@@ -102,7 +132,7 @@ impl Engine {
             counters: Counters::default(),
             before: PagedCounters::default(),
             load_time: Duration::ZERO,
-            asked_for,
+            asked_for: chosen.asked_for,
         })
     }
 

@@ -108,8 +108,7 @@ fn cpu(options: &EngineOptions) -> Result<Device> {
 
 fn host_device(options: &EngineOptions, max_context: usize) -> Result<Device> {
     let limit = options.vram_limit.unwrap_or(UNLIMITED);
-    let (threads, capacity, positions) = (options.threads, options.vram_limit, Some(max_context));
-    let host = HostOptions { threads, capacity, positions, ..HostOptions::default() };
+    let host = HostOptions { threads: options.threads, positions: Some(max_context), ..HostOptions::default() };
     Ok(Device::Paged(Box::new(HostDevice::new(host)?), limit))
 }
 

@@ -66,14 +66,14 @@ pub fn rope_append(gpu: &Gpu) {
     each(0..48, |case: usize| {
         let (heads, kv_heads) = [(9, 3), (4, 4), (40, 8), (3, 1)][case % 4];
         let head_dim = [64, 128, 20, 80, 7, 256][case / 2 % 6];
-        let dims = if case % 3 == 0 { head_dim / 4 * 2 } else { head_dim / 2 * 2 };
+        let dims = if case.is_multiple_of(3) { head_dim / 4 * 2 } else { head_dim / 2 * 2 };
         let g = KvGeometry {
             layers: LAYERS,
             kv_heads,
             head_dim,
-            dtype: if case % 2 == 0 { KvDtype::F16 } else { KvDtype::F32 },
-            layout: if case / 2 % 2 == 0 { KvLayout::HeadMajor } else { KvLayout::SeqMajor },
-            page_tokens: if case % 5 == 0 { 64 } else { 32 },
+            dtype: if case.is_multiple_of(2) { KvDtype::F16 } else { KvDtype::F32 },
+            layout: if (case / 2).is_multiple_of(2) { KvLayout::HeadMajor } else { KvLayout::SeqMajor },
+            page_tokens: if case.is_multiple_of(5) { 64 } else { 32 },
         };
         let lengths = [40, 70, 1];
         let (pages, starts, total) = tables(&mut rng, &g, &lengths);
@@ -81,7 +81,7 @@ pub fn rope_append(gpu: &Gpu) {
             .iter()
             .map(|&(s, p)| StepRow { sequence: s, position: p, token: 0, table: starts[s as usize] as u32 })
             .collect();
-        let style = if case % 2 == 0 { RopeStyle::Half } else { RopeStyle::Interleaved };
+        let style = if case.is_multiple_of(2) { RopeStyle::Half } else { RopeStyle::Interleaved };
         let freqs: Vec<f64> = (0..dims / 2).map(|i| inv_freq(10000.0, dims, None, i)).collect();
         let (mut cos, mut sin) = (vec![0.0; 70 * (dims / 2)], vec![0.0; 70 * (dims / 2)]);
         for p in 0..70 {
@@ -248,9 +248,9 @@ pub fn attention(gpu: &Gpu) {
             layers: LAYERS,
             kv_heads,
             head_dim: dim,
-            dtype: if i % 2 == 0 { KvDtype::F16 } else { KvDtype::F32 },
-            layout: if i / 2 % 2 == 0 { KvLayout::HeadMajor } else { KvLayout::SeqMajor },
-            page_tokens: if i % 3 == 0 { 64 } else { 32 },
+            dtype: if i.is_multiple_of(2) { KvDtype::F16 } else { KvDtype::F32 },
+            layout: if (i / 2).is_multiple_of(2) { KvLayout::HeadMajor } else { KvLayout::SeqMajor },
+            page_tokens: if i.is_multiple_of(3) { 64 } else { 32 },
         };
         let params = AttentionParams {
             scale: 1.0 / (dim as f32).sqrt(),
