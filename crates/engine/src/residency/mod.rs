@@ -5,7 +5,7 @@
 //! knows nothing of the order. Every policy gives the same tokens; none moves fewer bytes than the best fixed set
 //! ([`fixed`] says why). Models whose next weights are not known in advance will need it for more than comparison.
 //!
-//! All of this is bookkeeping over pieces: no device, no I/O. `dynamic` drives a device with it, [`simulate`] nothing.
+//! All of this is bookkeeping over pieces: no device, no I/O. `dynamic` drives a device with it, [`mod@simulate`] nothing.
 
 pub mod cache;
 pub mod fixed;

@@ -7,7 +7,7 @@
 //! eight blocks in eight lanes. Integer sums are exact, so neither order changes a bit.
 //!
 //! Where the last group of a row has four blocks at most, the row ends with a copy of it in which the blocks repeat (see
-//! [`shared_lanes`]), so that the last groups of several weight rows can share a register.
+//! `shared_lanes`), so that the last groups of several weight rows can share a register.
 
 #[cfg(target_arch = "x86_64")]
 #[allow(clippy::needless_range_loop)] // Indices name lanes across several arrays at once.

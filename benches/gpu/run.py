@@ -1,0 +1,175 @@
+"""Checks a CUDA card against the CPU bit for bit, then times a model of a given shape. Builds nothing.
+
+    python benches/gpu/run.py --check model.gguf onnx-dir --shape 14b --model-dir /tmp/models --out results
+
+Correctness comes first: if a bit differs, nothing is timed. The table comes last; `results/gpu.json` holds everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import headrace
+import make_model
+import numpy as np
+
+CONTEXT = 512
+HBM_SHAPES = ("0.5b", "1.5b", "7b", "14b")
+
+
+def limits_of(path: Path, **options: Any) -> tuple[int, int]:
+    """The smallest limit that works, and the one from which on nothing is streamed."""
+    try:
+        headrace.Engine.load(path, device="cuda", vram_limit=1, **options)
+    except headrace.BudgetError as error:
+        minimum = int(str(error).split("at least ")[1].split(" ")[0])
+    memory = headrace.plan(path, device="cuda", vram_limit="100GiB", **options).memory
+    assert memory is not None
+    return minimum, memory.everything
+
+
+def memory_of(engine: headrace.Engine) -> dict[str, Any]:
+    (pool,) = engine.stats().memory
+    holders = {h.name: h.used for h in pool.holders}
+    assert pool.peak <= pool.limit, pool
+    assert pool.unaccounted == pool.oversubscribed == pool.underflows == 0, pool
+    return {"limit": pool.limit, "peak": pool.peak, "mapped_peak": pool.mapped_peak, **holders}
+
+
+def check(path: Path) -> list[dict[str, Any]]:
+    """Compares logits and tokens of the card with the CPU's; returns a row for each comparison."""
+    rows: list[dict[str, Any]] = []
+
+    def compare(what: str, card: headrace.Engine, cpu: headrace.Engine) -> None:
+        rng = np.random.default_rng(5)
+        equal = True
+        for length in (1, 7, 40, 400):
+            ids = [int(t) for t in rng.integers(3, cpu.vocab_size - 1, length)]
+            equal &= bool(np.array_equal(card.logits([ids]), cpu.logits([ids])))
+            tokens = [e.generate(ids, max_new_tokens=64, stop_tokens=()).token_ids for e in (card, cpu)]
+            equal &= tokens[0] == tokens[1]
+        batch = [[int(t) for t in rng.integers(3, cpu.vocab_size - 1, n)] for n in (1, 30, 12, 100, 3)]
+        both = [e.decode_greedy_batch(batch, max_new_tokens=16, stop_tokens=()).token_ids for e in (card, cpu)]
+        equal &= bool(np.array_equal(*both))
+        w = card.stats().weights
+        rows.append({"model": path.name, "what": what, "equal": equal, "streamed": w.streamed_bytes, **memory_of(card)})
+        print(f"{path.name}: {what}: {'equal' if equal else 'DIFFERENT'}, {w.streamed_bytes:,} bytes streamed", flush=True)
+
+    for activations in ("int16", "int8"):
+        options: dict[str, Any] = {"max_context": CONTEXT, "activations": activations}
+        cpu = headrace.Engine.load(path, device="cpu", **options)
+        for layout in ("head-major", "seq-major"):
+            card = headrace.Engine.load(path, device="cuda", kv_layout=layout, **options)
+            compare(f"{activations} {layout}", card, cpu)
+            del card
+    cpu = headrace.Engine.load(path, device="cpu", max_context=CONTEXT)
+    minimum, everything = limits_of(path, max_context=CONTEXT)
+    for share in (0.0, 0.5):
+        limit = int(minimum + (everything - minimum) * share)
+        card = headrace.Engine.load(path, device="cuda", vram_limit=limit, max_context=CONTEXT)
+        compare(f"int16, limit {limit:,}", card, cpu)
+        del card
+    return rows
+
+
+def decode(engine: headrace.Engine, sequences: int, tokens: int) -> dict[str, float]:
+    """Time of one decode step: the median over short runs, by the engine's own clock."""
+    prompts = [[(7 * i + j) % 1000 + 3 for j in range(16)] for i in range(sequences)]
+    engine.decode_greedy_batch(prompts, max_new_tokens=8, stop_tokens=())
+    times = []
+    for _ in range(3):
+        engine.reset_stats()
+        engine.decode_greedy_batch(prompts, max_new_tokens=tokens, stop_tokens=())
+        s = engine.stats()
+        times.append(s.time.decode_seconds / s.time.decode_steps)
+    step = float(np.median(times))
+    streamed = s.weights.streamed_bytes / max(s.graph.replays, 1)
+    return {
+        "step_ms": step * 1e3,
+        "tokens_per_s": sequences / step,
+        "streamed_per_step": streamed,
+        "link_gb_per_s": streamed / step / 1e9,
+    }
+
+
+def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, Any]]) -> None:
+    options: dict[str, Any] = {"max_context": 2048, "max_batch": 32}
+    for activations in ("int16", "int8"):
+        start = time.monotonic()
+        engine = headrace.Engine.load(path, device="cuda", activations=activations, **options)
+        load = time.monotonic() - start
+        step_bytes = engine.plan.model.step_bytes
+        for sequences in (1, 8, 32):
+            row = {"shape": shape, "activations": activations, "sequences": sequences, "cold": 0.0, "load_s": load}
+            row |= decode(engine, sequences, 64)
+            row["weights_gb_per_s"] = step_bytes / row["step_ms"] / 1e6
+            rows_out.append(row | {"memory": memory_of(engine)})
+            print(row, flush=True)
+        engine.reset_stats()
+        ids = [(11 * j) % 1000 + 3 for j in range(512)]
+        engine.generate(ids, max_new_tokens=1, stop_tokens=())
+        engine.reset_stats()
+        engine.generate(ids, max_new_tokens=1, stop_tokens=())
+        t = engine.stats().time.prefill_seconds
+        rows_out.append({"shape": shape, "activations": activations, "prefill": 512, "tokens_per_s": 512 / t})
+        print(rows_out[-1], flush=True)
+        del engine
+    minimum, everything = limits_of(path, **options)
+    weights = headrace.plan(path).model.step_bytes
+    for share in cold:
+        limit = max(minimum, int(everything - weights * share))
+        engine = headrace.Engine.load(path, device="cuda", vram_limit=limit, **options)
+        plan = engine.plan.memory
+        assert plan is not None
+        row = {"shape": shape, "activations": "int16", "sequences": 1, "cold": plan.streamed_bytes / weights, "limit": limit}
+        row |= decode(engine, 1, 24)
+        rows_out.append(row | {"memory": memory_of(engine)})
+        print(row, flush=True)
+        del engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", nargs="*", type=Path, default=[], help="models whose bits are compared with the CPU's")
+    parser.add_argument("--shape", choices=HBM_SHAPES, action="append", default=[], help="shapes to time")
+    parser.add_argument("--cold", type=float, nargs="*", default=[0.06, 0.12, 0.25, 0.5, 0.75, 1.0])
+    parser.add_argument("--model-dir", type=Path, default=Path("/tmp/headrace-models"))
+    parser.add_argument("--out", type=Path, required=True)
+    a = parser.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"build": headrace.build_info(), "python": platform.python_version(), "checks": [], "times": []}
+    try:
+        for path in a.check:
+            result["checks"] += check(path)
+        wrong = [c for c in result["checks"] if not c["equal"]]
+        if wrong:
+            print(f"{len(wrong)} comparisons differ; nothing is timed")
+            sys.exit(1)
+        for shape in a.shape:
+            path = a.model_dir / shape
+            if not (path / "model.onnx").exists():
+                make_model.build(make_model.SHAPES[shape], path, 1)
+            measure(path, shape, a.cold if shape == "14b" else [], result["times"])
+    finally:
+        (a.out / "gpu.json").write_text(json.dumps(result, indent=1))
+    print(f"\n{len(result['checks'])} comparisons equal")
+    print(f"{'shape':>6} {'act':>6} {'seqs':>5} {'cold':>6} {'step ms':>9} {'tokens/s':>9} {'weights GB/s':>13} {'link GB/s':>10}")
+    for r in result["times"]:
+        if "prefill" in r:
+            print(f"{r['shape']:>6} {r['activations']:>6} prefill of {r['prefill']}: {r['tokens_per_s']:,.0f} tokens/s")
+            continue
+        gb = r.get("weights_gb_per_s", 0.0)
+        print(
+            f"{r['shape']:>6} {r['activations']:>6} {r['sequences']:>5} {r['cold']:>6.1%} {r['step_ms']:>9.3f} "
+            f"{r['tokens_per_s']:>9.1f} {gb:>13,.0f} {r['link_gb_per_s']:>10.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
