@@ -20,7 +20,7 @@ struct LinearArgs {
     StepRef step;
     Activation x;
     float* out;
-    u32 out_ld, wanted, segments, group_shift, flip, scale_half;
+    u32 out_ld, wanted, segments, group_shift, flip, scale_half, ahead, reserved;
     LinearSegment segment[MAX_SEGMENTS];
 };
 
@@ -85,6 +85,6 @@ struct ProbeArgs { const uint4* source; u64 count; u32* sink; };
 
 static_assert(sizeof(ProbeArgs) == 24, "abi");
 static_assert(sizeof(StepRef) == 32 && sizeof(Activation) == 32 && sizeof(LinearSegment) == 48, "abi");
-static_assert(sizeof(LinearArgs) == 96 + 48 * MAX_SEGMENTS && sizeof(QuantiseArgs) == 112, "abi");
+static_assert(sizeof(LinearArgs) == 104 + 48 * MAX_SEGMENTS && sizeof(QuantiseArgs) == 112, "abi");
 static_assert(sizeof(EmbedArgs) == 96 && sizeof(KvRef) == 48 && sizeof(RopeArgs) == 152, "abi");
 static_assert(sizeof(AttentionArgs) == 144 && sizeof(ArgmaxArgs) == 88 && sizeof(ArgmaxScratch) == 16, "abi");

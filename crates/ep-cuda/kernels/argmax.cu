@@ -13,8 +13,8 @@ __device__ __forceinline__ u64 key_of(float x, u32 id) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) argmax(const __grid_constant__ ArgmaxArgs a) {
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
     const u32 r = blockIdx.y;
     if (r >= a.step.header->wanted) return;
     const float* x = a.logits + (size_t)r * a.vocab;
@@ -52,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(256) argmax(const __grid_constant__
 }
 
 extern "C" __global__ void __launch_bounds__(256) report(const __grid_constant__ ArgmaxArgs a) {
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
     if (a.host_results)
         for (u32 r = threadIdx.x; r < a.step.header->wanted; r += blockDim.x) a.host_results[r] = a.results[r];
     __threadfence_system();

@@ -88,7 +88,8 @@ __device__ __forceinline__ void chunk(const AttentionArgs& a, const Query& q, co
 #pragma unroll
         for (int i = 0; i < 8; i++) acc[h][i] = 0.0f;
     const u32 whole = dim & ~7u;
-#pragma unroll 2
+    // Few heads leave registers for loads in flight.
+#pragma unroll(HG <= 2 ? 8 : 2)
     for (u32 e = 0; e < whole; e += 8) {
         float k[8];
         load8<HALF>(key, e, dim, vector8, k);
@@ -142,7 +143,7 @@ __device__ __forceinline__ void chunk(const AttentionArgs& a, const Query& q, co
         for (int h = 0; h < HG; h++)
 #pragma unroll
             for (int i = 0; i < 4; i++) o[h][i] = 0.0f;
-#pragma unroll 8
+#pragma unroll(HG <= 2 ? 16 : 8)
         for (u32 j = 0; j < count; j++) {
             float v[4];
             load4e<HALF>(value0 + j * step, d, dim, vector4, v);
@@ -174,10 +175,11 @@ template <int HG> __device__ __forceinline__ void load_query(const AttentionArgs
 // then max, sum [HG], ea, eb [WARPS * HG]. Split: query, weights, ea, eb [32 * HG], max, sum [HG].
 template <bool HALF, int HG> __device__ __forceinline__ void direct(const AttentionArgs& a) {
     extern __shared__ float4 shared4[];
-    wait_for_previous();
     allow_next();
     Query q;
-    if (!block_query<HG>(a, q)) return;
+    const bool mine = block_query<HG>(a, q);
+    wait_for_previous();
+    if (!mine) return;
     const u32 dim = a.head_dim, warp = threadIdx.x >> 5, part = dim + 2;
     float* query = (float*)shared4;
     float* weights = query + HG * dim;
@@ -261,6 +263,7 @@ __device__ __forceinline__ void combine(const AttentionArgs& a, const Query& q, 
             eb[lane * HG + h] = y;
             const float scaled = __fmul_rn(weight, y);
             float sum = carry_sum[t];
+#pragma unroll 8
             for (u32 i = 0; i < m; i++) {
                 const float xi = __shfl_sync(FULL, x, i), si = __shfl_sync(FULL, scaled, i),
                             wi = __shfl_sync(FULL, weight, i);
@@ -277,7 +280,7 @@ __device__ __forceinline__ void combine(const AttentionArgs& a, const Query& q, 
             if (e >= elements) continue;
             const u32 h = e / dim, d = e % dim;
             const float* p = parts + h * head_stride + (size_t)base * part + d;
-#pragma unroll 8
+#pragma unroll(HG <= 2 ? 16 : 8)
             for (u32 i = 0; i < m; i++) {
                 const float v = __ldcg(p + (size_t)i * part);
                 o[t] = base + i == 0 ? v : __fmaf_rn(o[t], ea[i * HG + h], __fmul_rn(v, eb[i * HG + h]));
@@ -296,10 +299,11 @@ __device__ __forceinline__ void combine(const AttentionArgs& a, const Query& q, 
 template <bool HALF, int HG> __device__ __forceinline__ void split(const AttentionArgs& a) {
     extern __shared__ float4 shared4[];
     __shared__ u32 last;
-    wait_for_previous();
     allow_next();
     Query q;
-    if (!block_query<HG>(a, q)) return;
+    const bool mine = block_query<HG>(a, q);
+    wait_for_previous();
+    if (!mine) return;
     const u32 dim = a.head_dim, warp = threadIdx.x >> 5, part = dim + 2;
     float* query = (float*)shared4;
     float* weights = query + HG * dim;

@@ -29,8 +29,8 @@ __device__ __forceinline__ void weights8(const u8* row, u32 k, u32 cols, float w
 }
 
 template <int TYPE, bool VECTOR, int R> __device__ __forceinline__ void dense(const LinearArgs& a) {
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
     const u32 token_rows = step_rows(a.step, a.wanted), first = blockIdx.y * R;
     if (first >= token_rows) return;
     const u32 cols = a.x.cols, t = threadIdx.x & 7, units = count_units(a, 1);

@@ -27,6 +27,18 @@ template <bool W16> __device__ __forceinline__ int half_sum(const ActBlock<W16>&
     return int_dot<W16, 4>(ones, x, from);
 }
 
+// Natural order to PAIR order: words a, b become the even and the odd elements of both.
+__device__ __forceinline__ void pair_words(int& a, int& b) {
+    int even = __byte_perm(a, b, 0x6420), odd = __byte_perm(a, b, 0x7531);
+    a = even;
+    b = odd;
+}
+__device__ __forceinline__ int4 pair_order(int4 v) {
+    pair_words(v.x, v.y);
+    pair_words(v.z, v.w);
+    return v;
+}
+
 // Adds one block to its lane, in the contract's order.
 template <class F, bool W16>
 __device__ __forceinline__ float add_block(float lane, const int w[8], const BlockFloats& f, const ActBlock<W16>& x) {

@@ -6,8 +6,8 @@
 #include "table_row.cuh"
 
 template <class F> __device__ __forceinline__ void embed(const EmbedArgs& a) {
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
     const u32 r = blockIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
     if (r >= a.step.header->rows || k * 32 >= a.cols) return;
     const FormatParams params = {a.cols, a.group_shift, a.flip, a.scale_half};

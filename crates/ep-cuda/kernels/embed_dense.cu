@@ -2,8 +2,8 @@
 #include "table_row.cuh"
 
 template <int TYPE> __device__ __forceinline__ void embed_dense(const EmbedArgs& a) {
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
     const u32 r = blockIdx.y, k = blockIdx.x * blockDim.x + threadIdx.x;
     if (r >= a.step.header->rows) return;
     const u8* row = a.planes[0] + table_row(a, r) * a.cols * (TYPE == 0 ? 4 : 2);

@@ -12,18 +12,6 @@
 #pragma once
 #include "dot.cuh"
 
-// Natural order to PAIR order: words a, b become the even and the odd elements of both.
-__device__ __forceinline__ void pair_words(int& a, int& b) {
-    int even = __byte_perm(a, b, 0x6420), odd = __byte_perm(a, b, 0x7531);
-    a = even;
-    b = odd;
-}
-__device__ __forceinline__ int4 pair_order(int4 v) {
-    pair_words(v.x, v.y);
-    pair_words(v.z, v.w);
-    return v;
-}
-
 template <class F, bool W16, int R, int RPT, int UN> __device__ __forceinline__ void gemv(const LinearArgs& a) {
     extern __shared__ int4 shared[];
     const int PIECES = W16 ? 4 : 2;
@@ -58,8 +46,8 @@ template <class F, bool W16, int R, int RPT, int UN> __device__ __forceinline__ 
             }
         }
     }
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
 
     const u32 token_rows = step_rows(a.step, a.wanted), first = blockIdx.y * R;
     if (first >= token_rows) return;

@@ -46,8 +46,8 @@ template <class F, bool W16, int NT> __device__ __forceinline__ void gemm(const 
 
     typename F::Raw raw;
     if (warp < kb) raw = F::load(row, warp, params);
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
     const u32 token_rows = step_rows(a.step, a.wanted);
     if (first >= token_rows) return;
 

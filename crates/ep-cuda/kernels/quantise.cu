@@ -52,12 +52,16 @@ __device__ __forceinline__ void emit(const QuantiseArgs& a, u32 r, u32 k, float 
 __device__ __forceinline__ float row_norm(const float* x, u32 n, float eps) {
     __shared__ float lanes[128];
     float sum = 0.0f;
-#pragma unroll 8
-    for (u32 i = threadIdx.x; i < n; i += 256) {
-        float v = x[i];
-        sum = __fmaf_rn(v, v, sum);
+    // Many loads in flight, also for the last elements: the latency of memory is most of this kernel.
+    const u32 t = threadIdx.x, MANY = 20;
+    for (u32 from = t; from < n; from += 256 * MANY) {
+        float v[MANY];
+#pragma unroll
+        for (u32 q = 0; q < MANY; q++) v[q] = from + q * 256 < n ? x[from + q * 256] : 0.0f;
+#pragma unroll
+        for (u32 q = 0; q < MANY; q++)
+            if (from + q * 256 < n) sum = __fmaf_rn(v[q], v[q], sum);
     }
-    const u32 t = threadIdx.x;
     if (t >= 128) lanes[t - 128] = sum;
     __syncthreads();
     if (t < 128) lanes[t] = sum = __fadd_rn(sum, lanes[t]);
@@ -75,24 +79,30 @@ __device__ __forceinline__ float row_norm(const float* x, u32 n, float eps) {
 }
 
 template <bool W16> __device__ __forceinline__ void norm(const QuantiseArgs& a) {
-    wait_for_previous();
-    allow_next();
     const u32 r = blockIdx.y, n = a.out.cols, kb = (n + 31) / 32, lane = threadIdx.x & 31;
+    u32 k = blockIdx.x * 8 + (threadIdx.x >> 5), i = k * 32 + lane;
+    float weight = i < n ? float_at(a.weight, a.weight_type, i) : 0.0f;
+    allow_next();
+    wait_for_previous();
     if (r >= step_rows(a.step, a.wanted)) return;
     const float* x = a.src + (size_t)(a.gather ? a.step.wanted[r] : r) * a.src_ld;
+    float own = i < n ? x[i] : 0.0f;
     const float inv = row_norm(x, n, a.eps);
-    for (u32 k = blockIdx.x * 8 + (threadIdx.x >> 5); k < kb; k += gridDim.x * 8) {
-        const u32 i = k * 32 + lane;
-        float v = 0.0f;
-        if (i < n) v = __fmul_rn(__fmul_rn(x[i], inv), float_at(a.weight, a.weight_type, i));
-        emit<W16>(a, r, k, v);
+    while (k < kb) {
+        emit<W16>(a, r, k, i < n ? __fmul_rn(__fmul_rn(own, inv), weight) : 0.0f);
+        k += gridDim.x * 8;
+        i = k * 32 + lane;
+        if (i < n) {
+            own = x[i];
+            weight = float_at(a.weight, a.weight_type, i);
+        }
     }
 }
 
 // SWIGLU: the source row holds the gates, then the ups, `cols` each.
 template <bool W16, bool SWIGLU> __device__ __forceinline__ void plain(const QuantiseArgs& a) {
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
     const u32 r = blockIdx.y, n = a.out.cols, kb = (n + 31) / 32, lane = threadIdx.x & 31;
     if (r >= step_rows(a.step, a.wanted)) return;
     const float* x = a.src + (size_t)r * a.src_ld;

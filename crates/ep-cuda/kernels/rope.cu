@@ -22,8 +22,8 @@ __device__ __forceinline__ float head_norm(const float* x, u32 n, float eps) {
 }
 
 extern "C" __global__ void __launch_bounds__(128) rope_append(const __grid_constant__ RopeArgs a) {
-    wait_for_previous();
     allow_next();
+    wait_for_previous();
     const u32 r = blockIdx.y, lane = threadIdx.x & 31;
     if (r >= a.step.header->rows) return;
     const u32 h = blockIdx.x * 4 + (threadIdx.x >> 5), all = a.heads + 2 * a.kv_heads;

@@ -135,6 +135,10 @@ pub struct LinearArgs {
     pub flip: u32,
     /// Scales of the planar formats: 1 for binary16, 0 for binary32 (generic kernels only).
     pub scale_half: u32,
+    /// Bytes of each row that may be asked for before the previous kernel's results (chosen by the launch).
+    pub ahead: u32,
+    /// 0.
+    pub reserved: u32,
     /// Segments.
     pub segment: [LinearSegment; MAX_SEGMENTS],
 }
@@ -368,7 +372,7 @@ const _: () = {
     assert!(size_of::<StepHeader>() == 16 && size_of::<StepRow>() == 16 && size_of::<StepRef>() == 32);
     assert!(size_of::<Activation>() == 32);
     assert!(size_of::<LinearSegment>() == 48);
-    assert!(size_of::<LinearArgs>() == 96 + 48 * MAX_SEGMENTS && std::mem::offset_of!(LinearArgs, segment) == 96);
+    assert!(size_of::<LinearArgs>() == 104 + 48 * MAX_SEGMENTS && std::mem::offset_of!(LinearArgs, segment) == 104);
     assert!(size_of::<QuantiseArgs>() == 112);
     assert!(size_of::<EmbedArgs>() == 96);
     assert!(size_of::<KvRef>() == 48);

@@ -254,6 +254,7 @@ impl Binder<'_> {
                     flip,
                     scale_half,
                     segment,
+                    ..Default::default()
                 }),
             ));
         }

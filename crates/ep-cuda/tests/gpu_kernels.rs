@@ -1,13 +1,15 @@
-//! Every kernel against the arithmetic contract, bit for bit, on a GPU; and, with `bench`, the speed of linear layers.
+//! Every kernel against the arithmetic contract, bit for bit, on a GPU; and, with `bench`, the speed of linear layers and of decode steps.
 //!
 //! Prints `N passed, M failed, K skipped`; without a usable device everything is skipped, and that is counted.
-//! `gpu_kernels [filter]` runs the tests whose name contains the filter; `gpu_kernels bench` measures and writes
-//! `kernels.json` to the directory in `OUT`.
+//! `gpu_kernels [filter]` runs the tests whose name contains the filter; `gpu_kernels bench [--full]` measures and
+//! writes `kernels.json` to the directory in `OUT`.
 
 #[path = "gpu/attention.rs"]
 mod attention;
 #[path = "gpu/bench.rs"]
 mod bench;
+#[path = "gpu/decode.rs"]
+mod decode;
 #[path = "gpu/device.rs"]
 mod device;
 #[path = "gpu/linear.rs"]
@@ -49,7 +51,7 @@ fn main() {
     };
     println!("{}", gpu.describe());
     if filter == "bench" {
-        bench::run(&gpu);
+        bench::run(&gpu, std::env::args().any(|a| a == "--full"));
         return;
     }
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);

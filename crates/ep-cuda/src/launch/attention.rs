@@ -72,7 +72,9 @@ impl Kernels {
             return Err(LaunchError::Unsupported(format!("attention of {heads} / {kv_heads} heads of {dim}")));
         }
         let share = heads / kv_heads;
-        let g = GROUPS.iter().position(|&g| g >= share).unwrap_or(GROUPS.len() - 1);
+        // Few rows leave most of the device idle: then smaller groups end sooner, though they read keys more than once.
+        let most = if max_rows <= 2 { 2 } else { 8 };
+        let g = GROUPS.iter().position(|&g| g >= share.min(most)).unwrap_or(GROUPS.len() - 1);
         let group = GROUPS[g] as usize;
         let y = kv_heads as usize * (share as usize).div_ceil(group);
         let (f, z, floats) = match form {

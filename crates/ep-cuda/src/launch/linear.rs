@@ -20,6 +20,16 @@ pub enum LinearVariant {
         /// Blocks of 32 in flight for each of them.
         depth: u32,
     },
+    /// Dot products of four behind a ring of asynchronous copies for each warp, one token row a block: planar 4-bit codes
+    /// in blocks of 32 without zero points, columns a multiple of 512.
+    Stream {
+        /// Weight rows a thread.
+        per_thread: u32,
+        /// Steps of eight blocks in the ring.
+        depth: u32,
+        /// Most warps of a block; 0 where the kernel is meant, not a launch.
+        warps: u32,
+    },
     /// Tensor cores.
     Gemm {
         /// Tiles of eight token rows a block.
@@ -56,10 +66,27 @@ impl LinearVariant {
         if capability >= 80 {
             all.extend([LinearVariant::Gemm { tiles: 1 }, LinearVariant::Gemm { tiles: 4 }]);
             if is_piped(format) {
-                all.extend(PIPE.map(|(weights, tiles, _)| LinearVariant::Pipe { weights, tiles }));
+                all.extend(PIPE.map(|p| LinearVariant::Pipe { weights: p.weights, tiles: p.tiles }));
+                if cols.is_multiple_of(512) {
+                    all.extend(STREAM.map(|(per_thread, depth)| LinearVariant::Stream {
+                        per_thread,
+                        depth,
+                        warps: STREAM_WARPS,
+                    }));
+                }
             }
         }
         all
+    }
+}
+
+impl LinearVariant {
+    /// The variant without what is chosen at the launch.
+    fn kernel(self) -> Self {
+        match self {
+            LinearVariant::Stream { per_thread, depth, .. } => LinearVariant::Stream { per_thread, depth, warps: 0 },
+            other => other,
+        }
     }
 }
 
@@ -89,15 +116,51 @@ const GEMV: [Gemv; 8] = [
     gemv(4, 2, 2, 2, true),
 ];
 
-/// The instances of linear_pipe.cu: tiles of 16 weight rows, tiles of eight token rows, stages.
-const PIPE: [(u32, u32, usize); 5] = [(1, 1, 6), (2, 1, 4), (1, 4, 6), (2, 4, 4), (4, 4, 4)];
+/// The instances of linear_stream.cu: weight rows a thread, steps in the ring.
+const STREAM: [(u32, u32); 4] = [(1, 8), (1, 12), (2, 6), (2, 10)];
 
-/// Dynamic shared memory of linear_pipe.cu: its ring, or the lanes at the end.
-fn pipe_shared(weights: u32, tiles: u32, scale: usize) -> usize {
-    let stages = PIPE.iter().find(|p| (p.0, p.1) == (weights, tiles)).map_or(0, |p| p.2);
-    let rows = weights as usize * 16;
-    let stage = rows * ((16 * 16 + 16) + (16 * scale / 16 + 1) * 16);
-    (stages * stage).max(8 * rows * (tiles as usize * 8 + 1) * 4)
+/// Most warps of linear_stream.cu on a multiprocessor: two such kernels and a small one between them fit its registers.
+const STREAM_WARPS: u32 = 14;
+/// Shared memory of a multiprocessor that one such kernel takes, if it can, for the same reason.
+const STREAM_SHARED: usize = 108 << 10;
+/// Bytes of weights that a launch asks for ahead of what its rings hold: well below the second-level cache.
+const STREAM_AHEAD: usize = 16 << 20;
+
+/// One instance of linear_pipe.cu.
+struct Pipe {
+    /// Tiles of 16 weight rows.
+    weights: u32,
+    /// Tiles of eight token rows.
+    tiles: u32,
+    /// Sets of eight warps.
+    sets: u32,
+    /// Blocks of 32 columns in a stage.
+    chunk: usize,
+    stages: usize,
+}
+
+const fn pipe(weights: u32, tiles: u32, sets: u32, chunk: usize, stages: usize) -> Pipe {
+    Pipe { weights, tiles, sets, chunk, stages }
+}
+
+/// The instances of linear_pipe.cu.
+const PIPE: [Pipe; 7] = [
+    pipe(1, 1, 1, 16, 4),
+    pipe(2, 1, 1, 16, 4),
+    pipe(4, 1, 2, 16, 4),
+    pipe(2, 2, 1, 8, 4),
+    pipe(4, 2, 2, 8, 4),
+    pipe(2, 4, 1, 8, 4),
+    pipe(4, 4, 1, 8, 3),
+];
+
+/// Dynamic shared memory of linear_pipe.cu: its ring, or the lanes at the end. `block` is the bytes of an activation
+/// block's codes, `scale` those of a weight scale.
+fn pipe_shared(form: &Pipe, scale: usize, block: usize) -> usize {
+    let (chunk, stages) = (form.chunk, form.stages);
+    let (rows, tokens) = (form.weights as usize * 16, form.tiles as usize * 8);
+    let stage = rows * ((chunk * 16 + 16) + (chunk * scale / 16 + 1) * 16) + chunk * tokens * (block + 8);
+    (stages * stage).max(8 * rows * (tokens + 1) * 4)
 }
 
 /// Bytes in flight that keep a multiprocessor's share of the memory busy.
@@ -182,12 +245,21 @@ impl FormatKernels {
             let mut variants = LinearVariant::all(format, capability, cols);
             if capability >= 80 && matches!(class, "p4h" | "p4f") && !is_piped(format) {
                 // The class is loaded once, for all its block sizes.
-                variants.extend(PIPE.map(|(weights, tiles, _)| LinearVariant::Pipe { weights, tiles }));
+                variants.extend(PIPE.map(|p| LinearVariant::Pipe { weights: p.weights, tiles: p.tiles }));
+            }
+            if capability >= 80 && matches!(class, "p4h" | "p4f") {
+                variants.extend(STREAM.map(|(per_thread, depth)| LinearVariant::Stream {
+                    per_thread,
+                    depth,
+                    warps: 0,
+                }));
             }
             for variant in variants {
                 let function = match variant {
                     LinearVariant::Gemv { rows, per_thread, depth } => loader
                         .function(&format!("linear.{class}"), &format!("gemv_{w}_r{rows}_p{per_thread}_u{depth}"))?,
+                    LinearVariant::Stream { per_thread, depth, .. } => loader
+                        .function(&format!("linear_stream.{class}"), &format!("stream_{w}_p{per_thread}_d{depth}"))?,
                     LinearVariant::Gemm { tiles } => {
                         loader.function(&format!("linear_mma.{class}"), &format!("gemm_{w}_n{tiles}"))?
                     }
@@ -199,7 +271,7 @@ impl FormatKernels {
                         loader.function("dense", &format!("dense_{class}{odd}_r{rows}"))?
                     }
                 };
-                linear.push((variant, function));
+                linear.push((variant.kernel(), function));
             }
         }
         let embed = if format.is_quantised() {
@@ -248,7 +320,8 @@ impl Kernels {
         max_rows: usize,
     ) -> Result<(), LaunchError> {
         let kernels = self.format(format)?;
-        let function = kernels.linear.iter().find(|(v, _)| *v == variant).map(|&(_, f)| f).ok_or_else(|| {
+        let key = variant.kernel();
+        let function = kernels.linear.iter().find(|(v, _)| *v == key).map(|&(_, f)| f).ok_or_else(|| {
             LaunchError::Unsupported(format!("no kernel {variant:?} for {} on this device", format.name()))
         })?;
         if segments.len() > MAX_SEGMENTS {
@@ -289,6 +362,26 @@ impl Kernels {
                 let grid = (self.processors * blocks).min(warp_units);
                 Shape { grid: (grid, max_rows.div_ceil(rows as usize), 1), block: 256, shared }
             }
+            LinearVariant::Stream { per_thread, depth, warps } => {
+                let cols = args.x.cols as usize;
+                let unsupported = || LaunchError::Unsupported(format!("no {variant:?} for {} x {cols}", format.name()));
+                if !is_piped(format) || !cols.is_multiple_of(512) {
+                    return Err(unsupported());
+                }
+                let units = units(4 * per_thread);
+                let most = self.stream_warps(format, cols, per_thread, depth).min(warps as usize);
+                if most == 0 {
+                    return Err(unsupported());
+                }
+                // As many rounds as `most` warps need, shared out evenly.
+                let share = units.div_ceil(self.processors);
+                let warps = share.div_ceil(share.div_ceil(most));
+                let shared = self.stream_row(cols) + warps * self.stream_ring(format, per_thread, depth);
+                let rows = (self.processors * warps).min(units) * 4 * per_thread as usize;
+                // Whole pieces of 128 bytes; a row's codes at most.
+                args.ahead = u32::try_from(STREAM_AHEAD / rows / 128 * 128).unwrap_or(0);
+                Shape { grid: (self.processors.min(units), max_rows, 1), block: 32 * warps as u32, shared }
+            }
             LinearVariant::Gemm { tiles } => {
                 if !args.x.ld.is_multiple_of(8) {
                     return Err(LaunchError::Unsupported(format!(
@@ -305,8 +398,19 @@ impl Kernels {
                     return Err(LaunchError::Unsupported(format!("no pipelined kernel for {}", format.name())));
                 }
                 let scale = if args.scale_half == 1 { 2 } else { 4 };
-                let shared = pipe_shared(weights, tiles, scale);
-                Shape { grid: (units(weights * 16), max_rows.div_ceil(tiles as usize * 8), 1), block: 256, shared }
+                let form = PIPE
+                    .iter()
+                    .find(|p| (p.weights, p.tiles) == (weights, tiles))
+                    .ok_or_else(|| LaunchError::Unsupported(format!("no kernel {variant:?}")))?;
+                let shared = pipe_shared(form, scale, self.block_bytes());
+                if shared > self.shared_most {
+                    return Err(LaunchError::Unsupported(format!("{shared} bytes of shared memory for {variant:?}")));
+                }
+                Shape {
+                    grid: (units(weights * 16), max_rows.div_ceil(tiles as usize * 8), 1),
+                    block: 256 * form.sets,
+                    shared,
+                }
             }
             LinearVariant::Dense { rows, .. } => {
                 let grid = units(1).div_ceil(32).min(self.processors * 8);
@@ -317,12 +421,36 @@ impl Kernels {
         unsafe { launch(function, shape, queue, &args) }
     }
 
+    /// Bytes of the codes of an activation block.
+    fn block_bytes(&self) -> usize {
+        match self.width {
+            ActivationWidth::Int16 => 64,
+            ActivationWidth::Int8 => 32,
+        }
+    }
+
     fn gemv_shared(&self, x: &Activation, rows: u32) -> usize {
-        let bytes = match self.width {
-            ActivationWidth::Int16 => 72,
-            ActivationWidth::Int8 => 40,
-        };
-        rows as usize * (x.cols as usize).div_ceil(32) * bytes
+        rows as usize * (x.cols as usize).div_ceil(32) * (self.block_bytes() + 8)
+    }
+
+    /// Shared memory of linear_stream.cu for the activation.
+    fn stream_row(&self, cols: usize) -> usize {
+        cols / 32 * (self.block_bytes() + 8)
+    }
+
+    /// Shared memory of linear_stream.cu for one warp.
+    fn stream_ring(&self, format: Format, per_thread: u32, depth: u32) -> usize {
+        let scale = if format_params(format).2 == 1 { 2 } else { 4 };
+        per_thread as usize * (depth as usize * 512 + (depth as usize / 2 + 1) * 64 * scale)
+    }
+
+    /// Most warps of linear_stream.cu in a block, by shared memory: two kernels on a multiprocessor if that leaves four.
+    fn stream_warps(&self, format: Format, cols: usize, per_thread: u32, depth: u32) -> usize {
+        let warps =
+            |limit: usize| limit.saturating_sub(self.stream_row(cols)) / self.stream_ring(format, per_thread, depth);
+        let two = warps(STREAM_SHARED.min(self.shared_most));
+        let most = if two >= 4 { two } else { warps(self.shared_most) };
+        most.min(STREAM_WARPS as usize)
     }
 
     /// The form for a launch.
@@ -332,10 +460,27 @@ impl Kernels {
             return LinearVariant::Dense { rows: if max_rows == 1 { 1 } else { 4 }, odd };
         }
         let tensor_cores = self.capability >= 80 && x.ld.is_multiple_of(8);
-        if tensor_cores && max_rows > 4 && is_piped(format) {
-            let rows: usize = segments.iter().map(|s| s.rows as usize).sum();
-            let weights = if rows < self.processors * 64 { 1 } else { 2 };
-            return LinearVariant::Pipe { weights, tiles: if max_rows <= 8 { 1 } else { 4 } };
+        let rows: usize = segments.iter().map(|s| s.rows as usize).sum();
+        if self.capability >= 80 && max_rows == 1 && is_piped(format) && x.cols.is_multiple_of(512) {
+            let large = rows >= self.processors * 128;
+            let (per_thread, depth) = if large && self.width == ActivationWidth::Int16 { (2, 6) } else { (1, 12) };
+            if self.stream_warps(format, x.cols as usize, per_thread, depth) >= 4 {
+                return LinearVariant::Stream { per_thread, depth, warps: STREAM_WARPS };
+            }
+        }
+        // Two rows of wide codes are still better off with dot products.
+        let few = if self.width == ActivationWidth::Int16 { 2 } else { 1 };
+        if tensor_cores && max_rows > few && is_piped(format) {
+            let tiles = if max_rows <= 8 {
+                1
+            } else if max_rows <= 16 {
+                2
+            } else {
+                4
+            };
+            let large = rows >= self.processors * 128;
+            let weights = if max_rows > 16 || self.width == ActivationWidth::Int16 && !large { 4 } else { 2 };
+            return LinearVariant::Pipe { weights, tiles };
         }
         if tensor_cores && max_rows > 4 {
             return LinearVariant::Gemm { tiles: if max_rows <= 8 { 1 } else { 4 } };
@@ -359,7 +504,6 @@ impl Kernels {
             return LinearVariant::Gemv { rows: 1, per_thread: 1, depth: 2 };
         }
         // A small matrix has few rows for each multiprocessor: every one of them then needs depth.
-        let rows: usize = segments.iter().map(|s| s.rows as usize).sum();
         if rows < self.processors * 128 {
             LinearVariant::Gemv { rows: 1, per_thread: 1, depth: 8 }
         } else {

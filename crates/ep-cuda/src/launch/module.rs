@@ -75,6 +75,15 @@ impl Loader {
                 CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                 i32::try_from(self.shared_most).unwrap_or(i32::MAX) - fixed,
             )?;
+            // Kernels that overlap need the same division of cache and shared memory: a multiprocessor changes it only when
+            // nothing runs there. The rest of the linear kernels live on the cache.
+            if !module.starts_with("linear.") && !module.starts_with("linear_mma.") {
+                result::function::set_function_attribute(
+                    function,
+                    CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                    100,
+                )?;
+            }
             Ok(function)
         }
     }

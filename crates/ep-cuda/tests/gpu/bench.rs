@@ -9,17 +9,19 @@ use rand::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
+use crate::decode;
 use crate::device::{ActMem, Gpu, Mem, Step, WIDTHS, ordinary};
 
-const LAYERS: usize = 48;
+pub const LAYERS: usize = 48;
 /// Rows and columns of qkv, o, gate and up, down.
 const SHAPES: [(&str, usize, usize); 4] =
     [("qkv", 7168, 5120), ("o", 5120, 5120), ("gate_up", 27648, 5120), ("down", 5120, 13824)];
 const HEAD: (&str, usize, usize) = ("lm_head", 152_064, 5120);
-const FORMAT: Format = Format::Nbits(Nbits { bits: 4, block: 32, scale: ScaleType::F16, zero: ZeroPoint::Midpoint });
+pub const FORMAT: Format =
+    Format::Nbits(Nbits { bits: 4, block: 32, scale: ScaleType::F16, zero: ZeroPoint::Midpoint });
 
 /// Median milliseconds of a captured graph of what `record` launches.
-fn time(gpu: &Gpu, record: &dyn Fn()) -> f64 {
+pub fn time(gpu: &Gpu, record: &dyn Fn()) -> f64 {
     let stream = gpu.stream.cu_stream();
     // SAFETY: a capture on our own stream; graph and events are destroyed below.
     unsafe {
@@ -51,8 +53,8 @@ fn time(gpu: &Gpu, record: &dyn Fn()) -> f64 {
     }
 }
 
-struct Layer {
-    segment: LinearSegment,
+pub struct Layer {
+    pub segment: LinearSegment,
     cols: usize,
     shape: usize,
     bytes: usize,
@@ -82,7 +84,8 @@ fn layer(shape: usize, (_, rows, cols): (&str, usize, usize), noise: &[u8]) -> L
     Layer { segment, cols, shape, bytes: rows * FORMAT.total_row_bytes(cols), _mem: mem }
 }
 
-pub fn run(gpu: &Gpu) {
+/// Prints the figures and writes `kernels.json` to `OUT`. `full`: every form, not only those of interest.
+pub fn run(gpu: &Gpu, full: bool) {
     let mut rng = ChaCha8Rng::seed_from_u64(30);
     let mut noise = vec![0u8; 32 << 20];
     rng.fill_bytes(&mut noise);
@@ -102,7 +105,7 @@ pub fn run(gpu: &Gpu) {
     );
     let mut report: Vec<Value> = Vec::new();
     let out = Mem::new(64 * HEAD.1 * 4);
-    for tokens in [1, 2, 4, 8, 16, 32] {
+    for tokens in if full { vec![1, 2, 4, 8, 16, 32] } else { vec![1, 8, 32] } {
         let step = Step::rows(tokens);
         for (w, width) in WIDTHS.into_iter().enumerate() {
             let kernels = &gpu.kernels[w];
@@ -134,29 +137,46 @@ pub fn run(gpu: &Gpu) {
                 );
                 report.push(json!({"rows": tokens, "bits": bits, "what": what, "ms": ms, "gb_per_s": rate, "share": rate / ceiling}));
             };
-            for overlap in [false, true] {
-                let queue = Queue { overlap: overlap && kernels.capability() >= 90, ..gpu.queue() };
+            let plain = gpu.queue();
+            let overlap = Queue { overlap: kernels.capability() >= 90, ..plain };
+            for (name, queue) in [("plain", plain), ("overlap", overlap)] {
                 let ms = time(gpu, &|| layers.iter().for_each(|l| go(queue, l, None).expect("launch")));
-                line(format!("all layers, chosen forms, overlap {overlap}"), total, ms);
+                line(format!("all layers, chosen forms, {name}"), total, ms);
             }
-            if ![1, 4, 8, 32].contains(&tokens) {
-                continue;
+            for context in if full { vec![512, 4096] } else { vec![512] } {
+                let model = decode::Model::new(gpu, w, &layers, tokens, context);
+                let what = format!("decode step, context {context}");
+                let ways = [
+                    ("plain", plain, plain),
+                    ("overlap", overlap, overlap),
+                    ("linear overlaps", plain, overlap),
+                    ("others overlap", overlap, plain),
+                ];
+                for (name, others, linear) in ways {
+                    let ms = time(gpu, &|| model.record(others, linear, &decode::ALL));
+                    line(format!("{what}, {name}"), total, ms);
+                }
+                let ms = time(gpu, &|| model.record(overlap, overlap, &decode::ALL[1..]));
+                line(format!("{what}, overlap, no linear layers"), 0, ms);
+                let parts = if [1, 8, 32].contains(&tokens) { &decode::ALL[1..] } else { &[] };
+                for part in parts {
+                    let ms = time(gpu, &|| model.record(overlap, overlap, &[*part]));
+                    line(format!("{what}, overlap, only {part:?}"), 0, ms);
+                }
             }
             // Each form on each shape, over all layers of the shape.
             for (i, shape) in SHAPES.iter().chain([&HEAD]).enumerate() {
                 let mine: Vec<&Layer> = layers.iter().filter(|l| l.shape == i).collect();
                 let bytes = mine.iter().map(|l| l.bytes).sum();
-                for variant in LinearVariant::all(FORMAT, kernels.capability(), shape.2) {
-                    let useful = match variant {
-                        LinearVariant::Gemv { rows, .. } => rows as usize <= tokens && tokens <= 4,
-                        _ => tokens > 1,
-                    };
-                    if !useful || go(gpu.queue(), mine[0], Some(variant)).is_err() {
+                for variant in
+                    LinearVariant::all(FORMAT, kernels.capability(), shape.2).into_iter().flat_map(with_warps)
+                {
+                    if !useful(variant, tokens, full) || go(plain, mine[0], Some(variant)).is_err() {
                         continue;
                     }
                     gpu.sync();
                     let ms = time(gpu, &|| {
-                        mine.iter().for_each(|l| go(gpu.queue(), l, Some(variant)).expect("launch"));
+                        mine.iter().for_each(|l| go(overlap, l, Some(variant)).expect("launch"));
                     });
                     line(format!("{} {variant:?}", shape.0), bytes, ms);
                 }
@@ -168,6 +188,29 @@ pub fn run(gpu: &Gpu) {
         let text =
             json!({"device": gpu.describe(), "ceiling_gb_per_s": ceiling, "weights_bytes": total, "results": report});
         std::fs::write(path, text.to_string()).expect("write");
+    }
+}
+
+/// The forms worth a measurement at a row count; all that run there if `full`.
+fn useful(variant: LinearVariant, tokens: usize, full: bool) -> bool {
+    match variant {
+        LinearVariant::Gemv { rows, per_thread, .. } if tokens == 1 => rows == 1 && (full || per_thread == 2),
+        LinearVariant::Gemv { rows, .. } => full && rows as usize <= tokens && tokens <= 4,
+        LinearVariant::Stream { .. } => tokens == 1,
+        LinearVariant::Pipe { tiles, .. } if !full => {
+            matches!((tokens, tiles), (4 | 8, 1) | (16, 2) | (32, 4))
+        }
+        _ => full && tokens > 1,
+    }
+}
+
+/// A streaming form with fewer warps too.
+fn with_warps(variant: LinearVariant) -> Vec<LinearVariant> {
+    match variant {
+        LinearVariant::Stream { per_thread, depth, .. } => {
+            [14, 10].map(|warps| LinearVariant::Stream { per_thread, depth, warps }).to_vec()
+        }
+        other => vec![other],
     }
 }
 

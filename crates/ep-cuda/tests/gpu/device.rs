@@ -66,6 +66,8 @@ impl Mem {
         unsafe {
             let ptr = result::malloc_sync(len).expect("device memory");
             result::memset_d8_sync(ptr, 0xff, len).expect("memset");
+            // It returns before it is done, and the tests' stream does not wait for it.
+            result::ctx::synchronize().expect("memset");
             Mem { ptr, len }
         }
     }

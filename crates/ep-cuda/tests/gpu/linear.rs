@@ -111,7 +111,7 @@ fn columns(format: Format) -> Vec<usize> {
     match format.col_multiple() {
         256 => vec![256, 768, 2304],
         32 => vec![32, 96, 320, 1056],
-        _ => vec![1, 33, 40, 70, 320, 1000],
+        _ => vec![1, 33, 40, 70, 320, 512, 1000, 1536],
     }
 }
 
