@@ -9,7 +9,7 @@ use crate::residency::PolicyKind;
 
 /// Bytes that the logits of one step may take beyond one row a sequence. A prompt's rows need one row of logits; more
 /// are only for [`crate::Engine::logits`].
-const LOGITS_BYTES: usize = 64 << 20;
+const LOGITS_BYTES: usize = 8 << 20;
 
 /// Which device computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
