@@ -13,10 +13,12 @@ use crate::error::{EngineError, Result};
 use crate::layout::PieceLayout;
 use crate::options::EngineOptions;
 use crate::paged::{PagedCounters, PagedWeights};
+use crate::placement::Placement;
 use crate::plan::{MemoryPlan, MemoryReport, Sizes};
 use crate::program;
 use crate::residency::pins::pinned_pieces;
 use crate::residency::simulate::Scenario;
+use crate::schedule::{Ring, Schedule};
 
 /// A model's home.
 pub(crate) enum Home {
@@ -72,7 +74,7 @@ impl Home {
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let weights = PagedWeights::new(provider, model.clone(), options.clone(), target)?;
-        let fixed = weights.provider().fixed_bytes();
+        let fixed = fixed_bytes(weights.provider(), model, options, weights.schedule_layout())?;
         let plan = MemoryPlan::new(weights.schedule_layout(), info.granule, fixed, &sizes)?;
         Ok(Home::Paged { budget: Box::new(Budget::new(weights, plan)?), sizes })
     }
@@ -87,7 +89,8 @@ impl Home {
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
-        let plan = MemoryPlan::new(&layout, info.granule, provider.fixed_bytes(), sizes)?;
+        let fixed = fixed_bytes(provider.as_ref(), model, options, &layout)?;
+        let plan = MemoryPlan::new(&layout, info.granule, fixed, sizes)?;
         Ok(MemoryReport::of(model, &layout, &plan, &plan.placement))
     }
 
@@ -102,7 +105,8 @@ impl Home {
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let schedule = PieceLayout::new(model, target);
-        let plan = MemoryPlan::new(&schedule, info.granule, provider.fixed_bytes(), sizes)?;
+        let fixed = fixed_bytes(provider.as_ref(), model, options, &schedule)?;
+        let plan = MemoryPlan::new(&schedule, info.granule, fixed, sizes)?;
         let layout = Arc::new(PieceLayout::by_tensor(model, target));
         Ok(Scenario {
             limits: policy_limits(&schedule, info.granule, plan.weights_bytes, options.policy_budget),
@@ -219,7 +223,8 @@ impl Home {
             }
             Home::Paged { budget, sizes } => {
                 let weights = budget.weights();
-                let fixed = weights.provider().fixed_bytes();
+                // What is recorded by now is part of the device's own figure; what the plan set aside for it is not less.
+                let fixed = budget.plan().fixed.max(weights.provider().fixed_bytes());
                 MemoryPlan::new(weights.schedule_layout(), weights.granule(), fixed, &Sizes { limit, ..sizes.clone() })
             }
         }
@@ -245,4 +250,16 @@ impl Home {
     pub(crate) fn report(&self) -> Result<Option<Report>> {
         self.budget().map(Budget::report).transpose()
     }
+}
+
+/// Bytes that the device takes for itself: now, and once the step program is recorded.
+fn fixed_bytes(
+    provider: &dyn Provider,
+    model: &ModelSpec,
+    options: &EngineOptions,
+    layout: &PieceLayout,
+) -> Result<u64> {
+    let resident = Placement::all_resident(layout);
+    let step = Schedule::new(model, options, layout, &resident, Ring::default()).step;
+    Ok(provider.fixed_bytes() + provider.program_bytes(&step)?)
 }

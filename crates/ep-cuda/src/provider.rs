@@ -29,6 +29,10 @@ use crate::upload::{PieceKey, UploadCounters, Uploader};
 /// Bytes of a piece that the link carries at full speed.
 pub const PIECE_BYTES: u64 = 32 << 20;
 
+/// Bytes set aside for the graphs of a program, one a bucket of row counts. What they really take is measured when they are
+/// captured, and is part of the fixed bytes from then on.
+const GRAPH_BYTES: u64 = 32 << 20;
+
 /// Ranges of the arena behind the four of [`RangeKind`].
 const FIXED: usize = 4;
 const SCRATCH: usize = 5;
@@ -381,6 +385,20 @@ impl Provider for CudaProvider {
         let own: u64 = [FIXED, SCRATCH, STATE].into_iter().map(|r| self.arena.mapped(r)).sum();
         let graphs: u64 = self.programs.values().flat_map(|p| p.graphs.values()).map(|g| g.bytes()).sum();
         self.overhead.bytes + own + graphs + self.arena.pooled_bytes() + self.arena.quarantined_bytes()
+    }
+
+    fn program_bytes(&self, program: &StepProgram) -> Result<u64, DeviceError> {
+        let Some(attached) = &self.attached else { return Err(self.context.invalid("no model is attached")) };
+        let (model, positions) = (&attached.model, attached.positions);
+        let plan = plan(program, model).map_err(|e| self.context.invalid(e))?;
+        let page = attached.geometry.page_bytes().max(1) as u64;
+        let store_pages = usize::try_from(self.context.card().total_bytes / page).unwrap_or(usize::MAX);
+        let descriptor = DescriptorLayout::new(program, &attached.geometry, positions, store_pages);
+        let granule = self.arena.granule();
+        let scratch = ScratchLayout::new(&plan, program, model, positions).bytes.next_multiple_of(granule);
+        // A step and its prologue have a descriptor each.
+        let state = StateLayout::new(&descriptor, model).bytes.next_multiple_of(granule) * 2;
+        Ok(scratch + state + GRAPH_BYTES)
     }
 
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {

@@ -99,6 +99,15 @@ pub trait Provider: Send {
     /// at all. 0 on a device without memory of its own.
     fn fixed_bytes(&self) -> u64;
 
+    /// Bytes beyond [`Provider::fixed_bytes`] that recording `program` and running it for the first time will take of the
+    /// device: activations, descriptors, graphs. 0 on a device that needs none. The program's segments need not be mapped yet.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] for a program that the device can't run.
+    fn program_bytes(&self, _program: &StepProgram) -> Result<u64, DeviceError> {
+        Ok(0)
+    }
+
     /// Backs `offset .. offset + bytes` of the range, which are multiples of the granule and not backed yet. On an error
     /// nothing has changed.
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError>;
