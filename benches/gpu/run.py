@@ -120,8 +120,9 @@ def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, 
         rows_out.append({"shape": shape, "activations": activations, "prefill": 512, "tokens_per_s": 512 / t})
         print(rows_out[-1], flush=True)
         del engine
+    options = {"max_context": CONTEXT, "max_batch": 1, "prefill_chunk": 64}
     minimum, everything = limits_of(path, **options)
-    weights = headrace.plan(path).model.step_bytes
+    weights = headrace.plan(path, device="cpu").model.step_bytes
     for share in cold:
         limit = max(minimum, int(everything - weights * share))
         engine = headrace.Engine.load(path, device="cuda", vram_limit=limit, **options)
