@@ -207,3 +207,28 @@ def test_the_simulator_foretells_what_a_run_moves(smollm2: Path, limits: list[in
         engine.generate(PROMPT[:4], max_new_tokens=result.steps, stop_tokens=())
         assert engine.stats().tokens.steps == result.steps
         assert engine.stats().weights.streamed_bytes == by_name[policy].total_bytes
+
+
+@pytest.fixture(scope="module", params=["gguf", "onnx"])
+def model(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue({"gguf": "smollm2", "onnx": "smollm2_onnx"}[request.param])
+    return path
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_of_any_length_on_both_containers(model: Path, policy: Policy) -> None:
+    """One token, forty, four hundred; two generations in a row; about half of the weights stay."""
+    ids = golden("gguf-q4_1-exact-fp64")["prompts"]["long"]["prompt_ids"]
+    options = {"max_context": 448, "max_batch": 1, "prefill_chunk": 64}
+    plan = headrace.plan(model, device="host-device", vram_limit="1TiB", **options).memory  # type: ignore[arg-type]
+    assert plan is not None
+    limit = plan.everything - plan.resident_bytes // 2 + 8 * 1024 * 1024
+    expected = headrace.Engine.load(model, device="cpu", max_context=448)
+    engine = headrace.Engine.load(model, device="host-device", vram_limit=limit, policy=policy, **options)  # type: ignore[arg-type]
+    for _ in range(2):
+        for length in (1, 40, 400):
+            prompt = ids[:length]
+            tokens = engine.generate(prompt, max_new_tokens=4, stop_tokens=()).token_ids
+            assert tokens == expected.generate(prompt, max_new_tokens=4, stop_tokens=()).token_ids
+    assert engine.stats().weights.streamed_bytes > 0
+    check_books(engine, limit)
