@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, get_args
 
 from headrace._sizes import parse_size
 
-Device = Literal["auto", "cpu", "host-device"]
+Device = Literal["auto", "cpu", "cuda", "host-device"]
 Activations = Literal["int16", "int8"]
 KvDtype = Literal["float16", "float32"]
 KvLayout = Literal["head-major", "seq-major"]

@@ -19,7 +19,7 @@ from headrace._residency import simulate as simulate_policies
 
 @click.command()
 @click.argument("model")
-@click.option("--device", type=click.Choice(["auto", "cpu", "host-device"]), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "host-device"]), default="auto", show_default=True)
 @click.option("--vram-limit", help='Memory that everything on the device may take, such as "8GiB" or "80%".')
 @click.option("--max-context", type=click.IntRange(min=1), help="Most positions.  [default: what the model declares]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True, help="Most sequences at once.")

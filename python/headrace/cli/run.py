@@ -21,7 +21,7 @@ from headrace._stats import Stats
 @click.option("--top-k", type=click.IntRange(min=0), default=0, help="Draw from the K likeliest tokens; 0 for all.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Draw from this much probability.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the draws.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "host-device"]), default="auto", show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "host-device"]), default="auto", show_default=True)
 @click.option("--vram-limit", help='Memory that everything on the device may take, such as "8GiB" or "80%".')
 @click.option("--threads", type=click.IntRange(min=1), help="Host threads.  [default: all cores]")
 @click.option("--max-context", type=click.IntRange(min=1), help="Most positions.  [default: what the model declares]")
