@@ -62,8 +62,9 @@ class Engine:
             model: A GGUF file, a directory of the ONNX Runtime GenAI builder (or its `.onnx` file), or a name that
                 `headrace.fetch` knows, such as `"smollm2-135m"`.
             device: `"auto"` picks the first NVIDIA card that can be used, else the CPU, and the stats say why; `"cuda"` is
-                that card or an error; `"cpu"` computes on the host's cores, reading weights from the file's mapping; `"host-device"` does too, but in a memory of its own that is limited, mapped and streamed
-                into as a card's is.
+                that card or an error; `"cpu"` computes on the host's cores, reading weights from the file's mapping;
+                `"host-device"` does too, but in a memory of its own that is limited, mapped and streamed into as a card's
+                is.
             vram_limit: Most bytes that everything on the device may take: an int, or a size such as `"8GiB"` or `"80%"`.
                 Weights that don't fit are streamed. Default: no limit.
             max_context: Most positions of a sequence, prompt and new tokens together. Default: what the model declares.
