@@ -1,0 +1,45 @@
+//! What the engine counted since the window opened.
+
+use headrace_numerics::CONTRACT_VERSION;
+
+use super::{Counters, Engine};
+use crate::error::Result;
+use crate::stats::{DeviceStats, GraphStats, PoolStats, Stats, TimeStats, WeightStats};
+
+impl Engine {
+    /// Everything counted since [`Engine::reset_stats`], and the gauges.
+    ///
+    /// # Errors
+    /// The governor's, if its books were wrong.
+    pub fn stats(&self) -> Result<Stats> {
+        let info = self.home.info();
+        let weights = self.home.counters();
+        let mut stats = Stats {
+            contract_version: CONTRACT_VERSION,
+            device: DeviceStats {
+                name: info.name,
+                description: info.description,
+                kernels: info.kernels,
+                threads: info.threads as u64,
+                asked_for: self.asked_for.clone(),
+            },
+            tokens: self.counters.tokens.clone(),
+            weights: WeightStats::between(&self.before, &weights),
+            memory: self.home.report()?.iter().flat_map(|r| &r.pools).map(PoolStats::of).collect(),
+            kv: self.kv.stats(),
+            graph: GraphStats::between(&self.before, &weights),
+            time: TimeStats { load_seconds: self.load_time.as_secs_f64(), ..self.counters.time.clone() },
+        };
+        stats.weights.referenced_bytes = self.model.weight_bytes() as u64;
+        stats.weights.repacked_bytes = info.repacked_bytes;
+        Ok(stats)
+    }
+
+    /// Opens a new window: totals and peaks start again, gauges stay.
+    pub fn reset_stats(&mut self) {
+        self.counters = Counters::default();
+        self.before = self.home.counters();
+        self.home.reset_peaks();
+        self.kv.reset_stats();
+    }
+}

@@ -1,0 +1,127 @@
+//! From a path to an engine on a device; and what a limit would mean for a model without loading it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use headrace_model::tokenizer::Tokenizer;
+use headrace_model::{Model, ModelSpec};
+use headrace_provider::{Provider, StepInput, StepOutput};
+
+use super::{Counters, Engine};
+use crate::error::{EngineError, Result};
+use crate::home::Home;
+use crate::inventory::Inventory;
+use crate::kv_state::KvState;
+use crate::options::EngineOptions;
+use crate::paged::PagedCounters;
+use crate::plan::MemoryReport;
+use crate::residency::{PolicyKind, Simulation, simulate};
+use crate::setup::{Chosen, Device, Setup};
+
+impl Engine {
+    /// Loads the model at `path` (a GGUF file, an ONNX directory or its `.onnx` file) onto a device.
+    pub fn load(path: &Path, options: EngineOptions) -> Result<Engine> {
+        let start = Instant::now();
+        options.check()?;
+        let Model { spec, tokenizer } = headrace_model::load(path)?;
+        let mut engine = Engine::from_spec(Arc::new(spec), tokenizer, options)?;
+        engine.load_time = start.elapsed();
+        Ok(engine)
+    }
+
+    /// An engine for a model that is in memory already.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn from_spec(model: Arc<ModelSpec>, tokenizer: Option<Tokenizer>, options: EngineOptions) -> Result<Engine> {
+        let setup = Setup::new(&model, &options)?;
+        let chosen = setup.device(&options)?;
+        Engine::assemble(model, tokenizer, options, setup, chosen)
+    }
+
+    /// An engine on a device of the caller's making, with memory of its own, of which `limit` bytes may be used. The device of
+    /// `options` is not looked at.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn on_device(
+        model: Arc<ModelSpec>,
+        tokenizer: Option<Tokenizer>,
+        options: EngineOptions,
+        device: Box<dyn Provider>,
+        limit: u64,
+    ) -> Result<Engine> {
+        let setup = Setup::new(&model, &options)?;
+        let chosen = Chosen { device: Device::Paged(device, limit), asked_for: String::new() };
+        Engine::assemble(model, tokenizer, options, setup, chosen)
+    }
+
+    fn assemble(
+        model: Arc<ModelSpec>,
+        tokenizer: Option<Tokenizer>,
+        options: EngineOptions,
+        setup: Setup,
+        chosen: Chosen,
+    ) -> Result<Engine> {
+        let home = match chosen.device {
+            Device::InPlace(provider) => Home::in_place(provider, &model, setup.geometry, &options)?,
+            Device::Paged(provider, limit) => Home::paged(provider, &model, &options, setup.sizes(&options, limit))?,
+        };
+        let kv = KvState::new(setup.geometry, setup.max_context, options.max_batch, &home)?;
+        Ok(Engine {
+            model,
+            tokenizer,
+            options,
+            max_context: setup.max_context,
+            home,
+            kv,
+            input: StepInput::default(),
+            output: StepOutput::default(),
+            counters: Counters::default(),
+            before: PagedCounters::default(),
+            load_time: Duration::ZERO,
+            asked_for: chosen.asked_for,
+        })
+    }
+
+    /// What the model at `path` holds, and what the limit of `options` would mean for it, without loading anything.
+    ///
+    /// # Errors
+    /// As [`Engine::load`].
+    pub fn plan(path: &Path, options: &EngineOptions) -> Result<(Inventory, Option<MemoryReport>)> {
+        let model = Arc::new(headrace_model::load(path)?.spec);
+        let setup = Setup::new(&model, options)?;
+        let memory = match setup.device(options)?.device {
+            Device::InPlace(_) => None,
+            Device::Paged(provider, limit) => {
+                Some(Home::plan_paged(provider, &model, options, &setup.sizes(options, limit))?)
+            }
+        };
+        Ok((Inventory::of(&model), memory))
+    }
+
+    /// What each policy of `kinds` would move for the model at `path` under the limit of `options`, over `steps` steps, without
+    /// loading anything.
+    ///
+    /// # Errors
+    /// As [`Engine::load`]; [`EngineError::Argument`] on a device that reads weights in place.
+    pub fn simulate(path: &Path, options: &EngineOptions, kinds: &[PolicyKind], steps: u64) -> Result<Simulation> {
+        if !(2..=10_000).contains(&steps) {
+            return Err(EngineError::argument("steps", steps, "must be 2 to 10000"));
+        }
+        // What is checked is what one of the policies would be loaded with.
+        let options = EngineOptions { policy: kinds.first().copied(), ..options.clone() };
+        let model = Arc::new(headrace_model::load(path)?.spec);
+        let setup = Setup::new(&model, &options)?;
+        match setup.device(&options)?.device {
+            Device::InPlace(_) => {
+                Err(EngineError::argument("policy", "", "this device reads weights in place and has no residency"))
+            }
+            Device::Paged(provider, limit) => {
+                let scenario = Home::scenario(provider, &model, &options, &setup.sizes(&options, limit))?;
+                Ok(simulate(&scenario, kinds, steps))
+            }
+        }
+    }
+}
