@@ -1,0 +1,163 @@
+//! From a model and a program to what can be replayed: fixed image, layouts, addresses; and the way back.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use headrace_kv::KvGeometry;
+use headrace_model::ModelSpec;
+use headrace_provider::{DeviceError, RangeKind, StepProgram};
+
+use super::{CudaProvider, FIXED, SCRATCH, STATE, range_index};
+use crate::attached::{Attached, FixedImage, check_config};
+use crate::bind::Addresses;
+use crate::descriptor::{DescriptorLayout, StepWriter};
+use crate::host_memory::PinnedBuffer;
+use crate::host_weights::HostWeights;
+use crate::plan::plan;
+use crate::recorded::{HostLayout, Recorded, ScratchLayout, StateLayout, buffer_offsets, formats, needs};
+use crate::upload::Uploader;
+
+/// Bytes set aside for the graphs of a program, one a bucket of row counts. What they really take is measured when they are
+/// captured, and is part of the fixed bytes from then on.
+const GRAPH_BYTES: u64 = 32 << 20;
+
+impl CudaProvider {
+    /// The addresses that the graphs of a program are captured with.
+    pub(crate) fn addresses(&self, recorded: &Recorded, model: &ModelSpec) -> Addresses {
+        let (state, scratch) = (self.arena.base(STATE) + recorded.state_offset, self.arena.base(SCRATCH));
+        let host = recorded.host.device();
+        let workspace = self.arena.base(range_index(RangeKind::Workspace));
+        Addresses {
+            step: recorded.descriptor.at(state + recorded.state.descriptor),
+            buffers: buffer_offsets(&recorded.program, model).map(|offset| workspace + offset),
+            weights: self.arena.base(range_index(RangeKind::Weights)),
+            staging: self.arena.base(range_index(RangeKind::Staging)),
+            kv: self.arena.base(range_index(RangeKind::Kv)),
+            vectors: self.vectors.clone(),
+            cos: self.rope.0,
+            sin: self.rope.1,
+            codes: scratch + recorded.scratch.codes,
+            steps: scratch + recorded.scratch.steps,
+            floats: scratch + recorded.scratch.floats,
+            gathered: recorded.host_layout.gathered.map(|offset| host + offset),
+            feedback: state + recorded.state.feedback,
+            partials: scratch + recorded.scratch.partials,
+            tickets: state + recorded.state.tickets,
+            scratch: state + recorded.state.scratch,
+            results: state + recorded.state.results,
+            host_results: host + recorded.host_layout.results,
+            host_flag: host + recorded.host_layout.flag,
+        }
+    }
+
+    pub(super) fn take(&mut self, model: Arc<ModelSpec>, kv: KvGeometry) -> Result<(), DeviceError> {
+        check_config(&model, &kv).map_err(|e| self.context.invalid(e))?;
+        let weights = HostWeights::new(model.clone()).map_err(|e| self.context.invalid(e))?;
+        if weights.transposed_bytes() > 0 {
+            let bytes = weights.transposed_bytes();
+            log::info!("{}: {bytes} bytes of column-major weights were transposed", self.context.name());
+        }
+        let image = FixedImage::new(&weights).map_err(|e| self.context.invalid(e))?;
+        self.grow(FIXED, image.bytes.len() as u64, "vectors and rotation tables")?;
+        let base = self.arena.base(FIXED);
+        self.put(base, &image.bytes)?;
+        self.vectors = image.vectors.iter().map(|(&id, &at)| (id, base + at)).collect();
+        self.rope = (base + image.cos, base + image.sin);
+        let weights = Arc::new(weights);
+        self.uploader = Some(Uploader::new(&self.context, weights.clone()));
+        self.attached = Some(Attached { model, geometry: kv, weights, positions: image.positions });
+        Ok(())
+    }
+
+    /// Bytes that recording a program and running it for the first time will take.
+    pub(super) fn bytes_of(&self, program: &StepProgram) -> Result<u64, DeviceError> {
+        let Some(attached) = &self.attached else { return Err(self.context.invalid("no model is attached")) };
+        let (model, positions) = (&attached.model, attached.positions);
+        let plan = plan(program, model).map_err(|e| self.context.invalid(e))?;
+        let page = attached.geometry.page_bytes().max(1) as u64;
+        let store_pages = usize::try_from(self.context.card().total_bytes / page).unwrap_or(usize::MAX);
+        let descriptor = DescriptorLayout::new(program, &attached.geometry, positions, store_pages);
+        let granule = self.arena.granule();
+        let scratch = ScratchLayout::new(&plan, program, model, positions).bytes.next_multiple_of(granule);
+        // A step and its prologue have a descriptor each.
+        let state = StateLayout::new(&descriptor, model).bytes.next_multiple_of(granule) * 2;
+        Ok(scratch + state + GRAPH_BYTES)
+    }
+
+    pub(super) fn record_program(&mut self, program: StepProgram) -> Result<Recorded, DeviceError> {
+        let Some(attached) = &self.attached else { return Err(self.context.invalid("no model is attached")) };
+        let (model, geometry, positions) = (attached.model.clone(), attached.geometry, attached.positions);
+        let plan = plan(&program, &model).map_err(|e| self.context.invalid(e))?;
+        self.launcher.prepare(program.activations, &formats(&plan, &model)).map_err(|e| self.context.failed(e))?;
+        let needs = needs(&plan, &program, &model);
+        self.check_needs(&needs)?;
+        let page = geometry.page_bytes().max(1) as u64;
+        let store_pages = usize::try_from(self.context.card().total_bytes / page).unwrap_or(usize::MAX);
+        let descriptor = DescriptorLayout::new(&program, &geometry, positions, store_pages);
+        let scratch = ScratchLayout::new(&plan, &program, &model, positions);
+        self.grow(SCRATCH, scratch.bytes, "activations")?;
+        let host_layout = HostLayout::new(&descriptor, &plan, &model);
+        let host_bytes = usize::try_from(host_layout.bytes).map_err(|e| self.context.invalid(e.to_string()))?;
+        let host = PinnedBuffer::new(&self.context, host_bytes)
+            .map_err(|e| self.context.no_memory("pinned host memory", host_layout.bytes, e))?;
+        let state = StateLayout::new(&descriptor, &model);
+        let granule = self.arena.granule();
+        let state_bytes = state.bytes.div_ceil(granule).saturating_mul(granule);
+        let state_offset = self.next_state;
+        self.arena
+            .map(STATE, state_offset, state_bytes)
+            .map_err(|e| self.arena_error("a program's descriptor and results", state_bytes, e))?;
+        // From here on the region has an owner that gives it back.
+        self.next_state += state_bytes;
+        let recorded = Recorded {
+            program,
+            plan,
+            descriptor,
+            scratch,
+            state,
+            state_offset,
+            state_bytes,
+            host,
+            host_layout,
+            needs,
+            checked: self.unmappings,
+            graphs: HashMap::new(),
+            writer: StepWriter::default(),
+            serial: 0,
+        };
+        let image = recorded.state.image(recorded.program.max_wanted);
+        let to = self.arena.base(STATE) + state_offset;
+        if let Err(error) = self.put(to, &image) {
+            self.forget(recorded);
+            return Err(error);
+        }
+        Ok(recorded)
+    }
+
+    /// Waits for the streams and gives back what a program holds.
+    pub(super) fn forget(&mut self, mut recorded: Recorded) {
+        let (offset, bytes) = (recorded.state_offset, recorded.state_bytes);
+        let fenced = match self.streams.fence() {
+            Ok(fenced) => fenced,
+            Err(error) => {
+                // A context that failed takes everything with it; nothing of the program can be given back.
+                log::error!("{error}: a program is kept");
+                std::mem::forget(recorded);
+                return;
+            }
+        };
+        recorded.graphs.clear();
+        if let Err(error) = self.arena.unmap(&fenced, STATE, offset, bytes) {
+            log::error!("{error}");
+        }
+    }
+
+    /// Checks once after each unmapping that everything a program touches is still mapped.
+    pub(crate) fn check_mapped(&self, recorded: &mut Recorded) -> Result<(), DeviceError> {
+        if recorded.checked != self.unmappings {
+            self.check_needs(&recorded.needs)?;
+            recorded.checked = self.unmappings;
+        }
+        Ok(())
+    }
+}
