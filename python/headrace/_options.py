@@ -26,6 +26,7 @@ class LoadOptions(TypedDict):
     max_context: int | None
     max_batch: int
     prefill_chunk: int
+    steps_in_flight: int
     activations: str
     kv_dtype: str
     kv_layout: str
@@ -45,6 +46,7 @@ def load_options(
     max_context: int | None = None,
     max_batch: int = 8,
     prefill_chunk: int = 256,
+    steps_in_flight: int = 2,
     activations: Activations = "int16",
     kv_dtype: KvDtype = "float16",
     kv_layout: KvLayout = "head-major",
@@ -63,6 +65,7 @@ def load_options(
         "max_context": max_context,
         "max_batch": max_batch,
         "prefill_chunk": prefill_chunk,
+        "steps_in_flight": steps_in_flight,
         "activations": activations,
         "kv_dtype": kv_dtype,
         "kv_layout": kv_layout,

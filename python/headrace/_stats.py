@@ -21,6 +21,8 @@ class DeviceStats(Record):
     """Threads that compute."""
     asked_for: str
     """What was asked for, if that was something else than what is used; else empty."""
+    steps_in_flight: int
+    """Steps that may be in flight at once: the option, or what the device allows if that is less."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class TokenStats(Record):
     """Passes over the weights."""
     rows: int
     """Token rows of all steps."""
+    discarded_steps: int
+    """Steps, counted above, that were submitted ahead and of whose results none was of use."""
+    discarded_rows: int
+    """Rows, counted above, whose results were of no use."""
     generations: int
     """Generations that ended."""
 

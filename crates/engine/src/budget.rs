@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use headrace_memory_governor::{
     Ask, Governor, Holder, HolderSpec, Lease, Pool, PoolSpec, Reclaim, ReclaimError, Report, Role, Source,
 };
-use headrace_provider::{RangeKind, StepInput, StepOutput};
+use headrace_provider::{RangeKind, StepInput, Ticket};
 
 use crate::error::Result;
 use crate::paged::{EpochReason, PagedWeights, Target};
@@ -150,13 +150,13 @@ impl Budget {
         &self.plan
     }
 
-    /// Runs one step, after making the ring fit the placement.
+    /// Submits one step, after making the ring fit the placement.
     ///
     /// # Errors
     /// The device's, or the governor's.
-    pub fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> Result<()> {
+    pub fn submit(&mut self, input: &StepInput) -> Result<Ticket> {
         self.fit_ring()?;
-        Ok(self.weights().run(input, output)?)
+        Ok(self.weights().submit(input)?)
     }
 
     /// Grants and maps KV memory up to `bytes`; the weights give way where they have to.

@@ -1,6 +1,7 @@
 //! The engine: a loaded model on a device, its limits, and the generations that it admits.
 
 mod counts;
+mod flight;
 mod generate;
 mod load;
 mod logits;
@@ -14,6 +15,8 @@ use headrace_model::tokenizer::Tokenizer;
 use headrace_provider::{DeviceInfo, StepInput, StepOutput};
 
 pub use logits::Logits;
+
+use flight::Flights;
 
 use crate::error::{EngineError, Result};
 use crate::home::Home;
@@ -51,6 +54,10 @@ pub struct Engine {
     kv: KvState,
     input: StepInput,
     output: StepOutput,
+    /// Steps that were submitted and whose results were not taken.
+    flights: Flights,
+    /// True once it was logged that fewer steps may be in flight than were asked for.
+    said_depth: bool,
     counters: Counters,
     /// The home's totals when the window opened.
     before: PagedCounters,
@@ -136,6 +143,8 @@ impl Engine {
     /// Gives a generation's pages back and returns its result. A second call changes nothing.
     pub fn finish(&mut self, run: &mut Run) -> Generation {
         if !std::mem::replace(&mut run.closed, true) {
+            let dropped = self.flights.drop_sequence(run.sequence);
+            self.count_dropped(dropped);
             self.kv.free(run.sequence);
             self.counters.tokens.generations += 1;
             self.relax();
@@ -145,8 +154,11 @@ impl Engine {
 
     /// Gives KV capacity back that is no longer needed. A device that can't is no reason to lose a result: the capacity stays.
     fn relax(&mut self) {
-        if let Err(error) = self.kv.relax(&mut self.home) {
-            log::warn!("KV memory was not given back: {error}");
+        if let Some(pages) = self.kv.surplus() {
+            self.land();
+            if let Err(error) = self.kv.shrink_to(pages, &mut self.home) {
+                log::warn!("KV memory was not given back: {error}");
+            }
         }
     }
 
@@ -157,6 +169,7 @@ impl Engine {
     /// more than it can hold; [`EngineError::Argument`] on a device without a limit. Nothing has changed then.
     pub fn set_vram_limit(&mut self, bytes: u64) -> Result<()> {
         let plan = self.home.plan_for(bytes)?;
+        self.land();
         let old = self.home.buckets(self.kv.geometry(), self.max_context, self.options.max_batch)?;
         self.kv.shrink_to_used(&mut self.home)?;
         self.kv.set_buckets(plan.buckets.clone())?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use headrace_kv::{Buckets, KvGeometry};
 use headrace_memory_governor::Report;
 use headrace_model::ModelSpec;
-use headrace_provider::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, StepInput, StepOutput};
+use headrace_provider::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, StepInput, StepOutput, Ticket};
 
 use crate::budget::Budget;
 use crate::dynamic::policy_limits;
@@ -144,16 +144,40 @@ impl Home {
         }
     }
 
-    pub(crate) fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> Result<()> {
+    /// Most steps that may be submitted and not collected.
+    pub(crate) fn max_in_flight(&self) -> usize {
+        match self {
+            Home::InPlace { provider, .. } => provider.max_in_flight(),
+            Home::Paged { budget, .. } => budget.weights().max_in_flight(),
+        }
+    }
+
+    /// Submits one step behind those in flight.
+    pub(crate) fn submit(&mut self, input: &StepInput) -> Result<Ticket> {
         match self {
             Home::InPlace { provider, step, step_bytes, counters } => {
-                provider.run(*step, input, output)?;
+                let ticket = provider.submit(*step, input)?;
                 counters.host_computed_bytes += *step_bytes;
                 counters.replays += 1;
-                Ok(())
+                Ok(ticket)
             }
-            Home::Paged { budget, .. } => budget.run(input, output),
+            Home::Paged { budget, .. } => budget.submit(input),
         }
+    }
+
+    /// Waits for the results of the step that was submitted first.
+    pub(crate) fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> Result<()> {
+        let collected = match self {
+            Home::InPlace { provider, .. } => provider.collect(ticket, output),
+            Home::Paged { budget, .. } => budget.weights().collect(ticket, output),
+        };
+        collected.map_err(Into::into)
+    }
+
+    /// Runs one step; nothing is in flight.
+    pub(crate) fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> Result<()> {
+        let ticket = self.submit(input)?;
+        self.collect(ticket, output)
     }
 
     /// Calls `work` with the device.

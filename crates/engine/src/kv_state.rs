@@ -58,6 +58,20 @@ impl KvState {
         Ok(())
     }
 
+    /// As [`KvState::extend`], but with the capacity that is there: false if it would have to grow.
+    pub(crate) fn extend_within(&mut self, id: SequenceId, from: usize, length: usize) -> Result<bool> {
+        if self.cache.length(id)? > from {
+            self.cache.rewind(id, from)?;
+        }
+        let needed = self.cache.pages_needed(&[(id, length - from)])?;
+        if self.cache.growth_for(needed)?.is_some() {
+            return Ok(false);
+        }
+        self.cache.append(id, length - from)?;
+        self.spell_pages = self.spell_pages.max(self.cache.stats().used_pages);
+        Ok(true)
+    }
+
     /// Copies the sequence's page table into `table`, whose capacity is reused.
     pub(crate) fn page_table(&self, id: SequenceId, table: &mut Vec<u32>) -> Result<()> {
         table.clear();
@@ -71,28 +85,22 @@ impl KvState {
         let _ = self.cache.free(id);
     }
 
-    /// Gives capacity back when no sequence is live and the last two busy spells both needed half of it or less: a single
-    /// short generation between long ones changes no epoch.
-    ///
-    /// # Errors
-    /// The device's; the capacity is as before then.
-    pub(crate) fn relax(&mut self, home: &mut Home) -> Result<()> {
+    /// Pages that the capacity may come down to: when no sequence is live and the last two busy spells both needed half of it
+    /// or less, so that a single short generation between long ones changes no epoch.
+    pub(crate) fn surplus(&mut self) -> Option<usize> {
         if self.cache.stats().sequences > 0 {
-            return Ok(());
+            return None;
         }
         let spell = std::mem::take(&mut self.spell_pages);
         let needed = spell.max(std::mem::replace(&mut self.spell_before, spell));
         let target = self.cache.shrink_for(needed.max(1));
-        if target.pages * 2 <= self.cache.bucket().pages {
-            self.shrink_to(target.pages, home)?;
-        }
-        Ok(())
+        (target.pages * 2 <= self.cache.bucket().pages).then_some(target.pages)
     }
 
     /// Gives back whatever live sequences don't hold.
     ///
     /// # Errors
-    /// As [`KvState::relax`].
+    /// As [`KvState::shrink_to`].
     pub(crate) fn shrink_to_used(&mut self, home: &mut Home) -> Result<()> {
         let target = self.cache.shrink_for(self.cache.stats().used_pages.max(1));
         match target.pages < self.cache.bucket().pages {
@@ -101,7 +109,11 @@ impl KvState {
         }
     }
 
-    fn shrink_to(&mut self, pages: usize, home: &mut Home) -> Result<()> {
+    /// Gives back everything beyond `pages` pages.
+    ///
+    /// # Errors
+    /// The device's; the capacity is as before then.
+    pub(crate) fn shrink_to(&mut self, pages: usize, home: &mut Home) -> Result<()> {
         let mut store = HomeStore { home, geometry: self.cache.geometry() };
         self.cache.shrink(&mut store, pages)?;
         Ok(())

@@ -43,6 +43,9 @@ pub struct EngineOptions {
     pub max_batch: usize,
     /// Token rows of a prefill step; larger is faster and takes more workspace. Bits don't depend on it.
     pub prefill_chunk: usize,
+    /// Steps that may be in flight at once: the token of one is taken while the next one runs. 1 waits for every token before
+    /// the next step is submitted. A device may allow fewer. Tokens don't depend on it.
+    pub steps_in_flight: usize,
     /// Width of quantised activations.
     pub activations: ActivationWidth,
     /// Storage type of keys and values.
@@ -72,6 +75,7 @@ impl Default for EngineOptions {
             max_context: None,
             max_batch: 8,
             prefill_chunk: 256,
+            steps_in_flight: 2,
             activations: ActivationWidth::default(),
             kv_dtype: KvDtype::default(),
             kv_layout: KvLayout::default(),
@@ -111,6 +115,9 @@ impl EngineOptions {
         };
         if !(2..=64).contains(&self.ring_slots) {
             return Err(EngineError::argument("ring_slots", self.ring_slots, "must be 2 to 64"));
+        }
+        if !(1..=8).contains(&self.steps_in_flight) {
+            return Err(EngineError::argument("steps_in_flight", self.steps_in_flight, "must be 1 to 8"));
         }
         if self.piece_bytes.is_some_and(|b| !(4096..=1 << 30).contains(&b)) {
             let given = self.piece_bytes.unwrap_or_default();

@@ -6,7 +6,9 @@ mod moves;
 use std::sync::Arc;
 
 use headrace_model::ModelSpec;
-use headrace_provider::{DeviceError, Instr, ProgramId, Provider, RangeKind, StepInput, StepOutput, StepProgram};
+use headrace_provider::{
+    DeviceError, Instr, ProgramId, Provider, RangeKind, StepInput, StepOutput, StepProgram, Ticket,
+};
 
 use crate::dynamic::Dynamic;
 use crate::error::Result;
@@ -103,6 +105,8 @@ pub struct PagedWeights {
     counters: PagedCounters,
     /// The policy in charge; `None` under the static schedule.
     dynamic: Option<Box<Dynamic>>,
+    /// Under a policy, the results of the last step.
+    finished: Option<StepOutput>,
 }
 
 impl PagedWeights {
@@ -136,6 +140,7 @@ impl PagedWeights {
             reason: EpochReason::Load,
             counters: PagedCounters::default(),
             dynamic,
+            finished: None,
         })
     }
 
@@ -262,31 +267,55 @@ impl PagedWeights {
         self.reason = reason;
     }
 
-    /// Runs one step; records the epoch's programs and fills the ring first where that is due.
+    /// Most steps that may be submitted and not collected. Under a policy, which decides between the programs of one step, 1.
+    pub fn max_in_flight(&self) -> usize {
+        if self.dynamic.is_some() { 1 } else { self.provider.max_in_flight() }
+    }
+
+    /// Submits one step; records the epoch's programs and fills the ring first where that is due. Under a policy the step has
+    /// run when this returns.
     ///
     /// # Errors
     /// The device's. The ring is filled anew before the next step then.
-    pub fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> std::result::Result<(), DeviceError> {
+    pub fn submit(&mut self, input: &StepInput) -> std::result::Result<Ticket, DeviceError> {
         if let Some(mut dynamic) = self.dynamic.take() {
-            let result = dynamic.run(self, input, output);
+            let mut output = self.finished.take().unwrap_or_default();
+            let result = dynamic.run(self, input, &mut output);
             // A failure may have left less resident than was meant.
             dynamic.sync(&self.placement);
             self.dynamic = Some(dynamic);
-            if result.is_ok() {
-                self.count_step(input);
-            }
-            return result;
+            result?;
+            self.finished = Some(output);
+            self.count_step(input);
+            return Ok(Ticket(self.counters.replays));
         }
         let mut epoch = match self.epoch.take() {
             Some(epoch) => epoch,
             None => self.begin_epoch()?,
         };
-        let result = self.run_epoch(&mut epoch, input, output);
+        let result = self.submit_in(&mut epoch, input);
         if result.is_err() {
             epoch.primed = false;
             self.reason = EpochReason::Recovery;
         }
         self.epoch = Some(epoch);
+        result
+    }
+
+    /// Waits for the results of the step that was submitted first.
+    ///
+    /// # Errors
+    /// The device's. The ring is filled anew before the next step then.
+    pub fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> std::result::Result<(), DeviceError> {
+        if let Some(finished) = &mut self.finished {
+            std::mem::swap(finished, output);
+            return Ok(());
+        }
+        let result = self.provider.collect(ticket, output);
+        if result.is_err() {
+            self.epoch.iter_mut().for_each(|epoch| epoch.primed = false);
+            self.reason = EpochReason::Recovery;
+        }
         result
     }
 
@@ -316,24 +345,19 @@ impl PagedWeights {
         Ok(Epoch { schedule, step, prologue, primed: false })
     }
 
-    fn run_epoch(
-        &mut self,
-        epoch: &mut Epoch,
-        input: &StepInput,
-        output: &mut StepOutput,
-    ) -> std::result::Result<(), DeviceError> {
+    fn submit_in(&mut self, epoch: &mut Epoch, input: &StepInput) -> std::result::Result<Ticket, DeviceError> {
         if !epoch.primed {
             if let Some(prologue) = epoch.prologue {
-                self.provider.run(prologue, &StepInput::default(), output)?;
+                self.provider.run(prologue, &StepInput::default(), &mut StepOutput::default())?;
                 self.counters.streamed_bytes += epoch.schedule.prologue_bytes;
             }
             epoch.primed = true;
         }
-        self.provider.run(epoch.step, input, output)?;
+        let ticket = self.provider.submit(epoch.step, input)?;
         self.counters.streamed_bytes += epoch.schedule.streamed_bytes;
         self.counters.resident_bytes_read += epoch.schedule.resident_bytes;
         self.count_step(input);
-        Ok(())
+        Ok(ticket)
     }
 
     /// A step of `instrs` through `ring`.

@@ -72,9 +72,9 @@ impl Run {
         self.finish
     }
 
-    /// Tokens whose keys and values are not stored yet: the rest of the prompt, or the last token chosen.
-    pub(crate) fn pending(&self) -> usize {
-        self.tokens.len() - self.stored
+    /// True if it goes on once it has `tokens` tokens, none of them a stop token.
+    pub(crate) fn goes_on_at(&self, tokens: usize, max_context: usize) -> bool {
+        tokens - self.prompt_len < self.max_new && tokens < max_context
     }
 
     /// Takes a chosen token; decides whether the generation ends with it.

@@ -18,6 +18,8 @@ pub struct DeviceStats {
     pub threads: u64,
     /// What was asked for, if that was something else than what is used; else empty.
     pub asked_for: String,
+    /// Steps that may be in flight at once: `steps_in_flight`, or what the device allows if that is less.
+    pub steps_in_flight: u64,
 }
 
 /// Tokens and steps. Totals.
@@ -31,6 +33,11 @@ pub struct TokenStats {
     pub steps: u64,
     /// Token rows of all steps.
     pub rows: u64,
+    /// Steps, counted above, that were submitted ahead and of whose results none was of use: a stop token came before.
+    pub discarded_steps: u64,
+    /// Rows, counted above, whose results were of no use: of these steps, and of generations that ended in a batch that went
+    /// on.
+    pub discarded_rows: u64,
     /// Generations that ended.
     pub generations: u64,
 }
@@ -208,7 +215,8 @@ pub struct KvStats {
     pub growth_moved_bytes: u64,
 }
 
-/// Time. Totals in seconds, from the call that starts a step to its return, by the host's monotonic clock.
+/// Time. Totals in seconds by the host's monotonic clock, from the submission of a step, or from the results of the step before
+/// if they came later, to its results.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TimeStats {
     /// Reading and laying out the model. Gauge.

@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (mut cpu, id, page_tables) = open()?;
     println!("{:?}", cpu.info());
     let mut output = StepOutput::default();
-    let row = |position: usize, token: u32| TokenRow { sequence: 0, position, token };
+    let row = |position: usize, token: u32| TokenRow { sequence: 0, position, token: token.into() };
     let mut position = 0;
     if prompt > 0 {
         let rows: Vec<TokenRow> = (0..prompt).map(|i| row(i, (i as u32 * 37) % config.vocab as u32)).collect();
@@ -80,7 +80,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let busy = processor_seconds();
     for _ in 0..decode {
         let input = StepInput {
-            rows: (0..batch).map(|sequence| TokenRow { sequence, position, token }).collect(),
+            rows: (0..batch).map(|sequence| TokenRow { sequence, position, token: token.into() }).collect(),
             page_tables: page_tables.clone(),
             wanted: (0..batch).collect(),
             want_logits: false,

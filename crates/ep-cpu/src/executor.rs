@@ -154,6 +154,9 @@ impl Executor {
         let config = &model.config;
         let kv = KvPages::new(kv, geometry);
         plan.plan(input, &compiled.program, &geometry, kv.pages(), config.vocab).map_err(|e| name.invalid(e))?;
+        if compiled.has_argmax() {
+            plan.chosen.clear();
+        }
         rope.grow_to(model, weights, plan.last_position).map_err(|e| name.invalid(e))?;
         let wanted = input.wanted.len();
         let buffers = StepBuffers::new(workspace, &compiled.program, config, input.rows.len(), wanted);
@@ -197,6 +200,7 @@ impl Executor {
                 bad if bad & NON_FINITE != 0 => Err((bad & !NON_FINITE) as u32),
                 token => Ok(token as u32),
             }));
+            plan.chosen.extend(output.tokens.iter().map(|t| t.unwrap_or_default()));
         }
         if input.want_logits {
             // SAFETY: every worker has left the step.

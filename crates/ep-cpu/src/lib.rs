@@ -8,6 +8,7 @@ mod exec;
 mod executor;
 mod granules;
 pub mod host_device;
+mod in_flight;
 mod kernels;
 mod kv_pages;
 pub mod linear;

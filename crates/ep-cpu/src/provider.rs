@@ -6,11 +6,12 @@ use std::sync::Arc;
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram,
+    DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
 };
 
 use crate::errors::{Named, span};
 use crate::executor::{Bound, Executor, Recorded, check_config, processor};
+use crate::in_flight::InFlight;
 use crate::memory::{GRANULE, Region, physical_bytes};
 use crate::profile::Profile;
 use crate::rope_table::RopeTable;
@@ -44,6 +45,7 @@ pub struct CpuProvider {
     attached: Option<Attached>,
     programs: HashMap<u64, Recorded>,
     next_program: u64,
+    in_flight: InFlight,
 }
 
 fn no_range(range: RangeKind) -> DeviceError {
@@ -61,7 +63,14 @@ impl CpuProvider {
         let reserve = physical_bytes();
         let workspace =
             Region::reserve(reserve, GRANULE).map_err(|e| NAME.no_memory("workspace addresses", reserve as u64, e))?;
-        Ok(CpuProvider { executor, workspace, attached: None, programs: HashMap::new(), next_program: 0 })
+        Ok(CpuProvider {
+            executor,
+            workspace,
+            attached: None,
+            programs: HashMap::new(),
+            next_program: 0,
+            in_flight: InFlight::default(),
+        })
     }
 
     /// Bytes of weights that are kept beside the model file: transposed matrices, vectors as floats.
@@ -192,9 +201,20 @@ impl Provider for CpuProvider {
         self.programs.remove(&id.0);
     }
 
-    fn run(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
-        output.tokens.clear();
-        output.logits.clear();
+    fn submit(&mut self, id: ProgramId, input: &StepInput) -> Result<Ticket, DeviceError> {
+        let mut output = self.in_flight.output(self.max_in_flight()).map_err(|e| NAME.invalid(e))?;
+        self.step(id, input, &mut output)?;
+        Ok(self.in_flight.keep(output))
+    }
+
+    fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> Result<(), DeviceError> {
+        self.in_flight.collect(ticket, output).map_err(|e| NAME.invalid(e))
+    }
+}
+
+impl CpuProvider {
+    /// Runs one step to its end.
+    fn step(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
         let CpuProvider { executor, workspace, attached, programs, .. } = self;
         let attached = attached.as_mut().ok_or_else(|| NAME.invalid("no model is attached"))?;
         let recorded = programs.get_mut(&id.0).ok_or_else(|| NAME.invalid(format!("no program {}", id.0)))?;

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use headrace_kv::KvGeometry;
-use headrace_provider::{StepInput, StepProgram};
+use headrace_provider::{StepInput, StepProgram, Token};
 
 /// Rows of one sequence that attention takes together: each chunk of keys and values is loaded once for all of them.
 pub const TILE_ROWS: usize = 16;
@@ -20,6 +20,10 @@ pub struct RowPlan {
     pub single: bool,
     /// The largest position.
     pub last_position: usize,
+    /// Token id of every row.
+    pub tokens: Vec<u32>,
+    /// What the last step that chose tokens chose, by wanted row: what [`Token::Chosen`] means. A row without a choice says 0.
+    pub chosen: Vec<u32>,
 }
 
 impl RowPlan {
@@ -43,10 +47,18 @@ impl RowPlan {
         if input.wanted.iter().any(|&w| w >= rows) || input.wanted.windows(2).any(|w| w[0] >= w[1]) {
             return Err("wanted rows must be increasing indices of rows".to_string());
         }
+        self.tokens.clear();
         for (i, row) in input.rows.iter().enumerate() {
-            if row.token as usize >= vocab {
-                return Err(format!("row {i}: token {} of a vocabulary of {vocab}", row.token));
+            let token = match row.token {
+                Token::Id(id) => id,
+                Token::Chosen(w) => *self.chosen.get(w).ok_or_else(|| {
+                    format!("row {i}: the choice of wanted row {w}; the step before chose {} tokens", self.chosen.len())
+                })?,
+            };
+            if token as usize >= vocab {
+                return Err(format!("row {i}: token {token} of a vocabulary of {vocab}"));
             }
+            self.tokens.push(token);
             let Some(table) = input.page_tables.get(row.sequence) else {
                 return Err(format!("row {i}: sequence {} of {}", row.sequence, input.page_tables.len()));
             };

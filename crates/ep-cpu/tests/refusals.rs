@@ -52,7 +52,7 @@ fn attached() -> (CpuProvider, Arc<ModelSpec>, StepProgram) {
 
 fn input(position: usize, token: u32) -> StepInput {
     StepInput {
-        rows: vec![TokenRow { sequence: 0, position, token }],
+        rows: vec![TokenRow { sequence: 0, position, token: token.into() }],
         page_tables: vec![vec![2, 0, 1]],
         wanted: vec![0],
         want_logits: true,
@@ -82,7 +82,7 @@ fn inputs_out_of_range() {
     // More pages than fit in the granules that back the range.
     refused(run(&StepInput { page_tables: vec![vec![1_000_000]], ..input(0, 1) }), "page 1000000");
     refused(run(&StepInput { wanted: vec![1], ..input(0, 1) }), "wanted");
-    let rows: Vec<TokenRow> = (0..5).map(|position| TokenRow { sequence: 0, position, token: 1 }).collect();
+    let rows: Vec<TokenRow> = (0..5).map(|position| TokenRow { sequence: 0, position, token: 1.into() }).collect();
     refused(run(&StepInput { rows: rows.clone(), ..input(0, 1) }), "5 rows");
     let rows = &rows[..4];
     refused(run(&StepInput { rows: rows.to_vec(), wanted: vec![0, 1, 2], ..input(0, 1) }), "3 wanted");

@@ -102,7 +102,7 @@ fn compare(model: &Arc<ModelSpec>, run: Run, sequences: &[Vec<u32>], want: &[Vec
         for (s, all) in sequences.iter().enumerate() {
             let most = chunk.min(all.len() - done[s]).min(MAX_ROWS - rows.len());
             let n = if sequences.len() > 1 && most > 0 { rng.random_range(0..=most) } else { most };
-            let row = |i: usize| TokenRow { sequence: s, position: i, token: all[i] };
+            let row = |i: usize| TokenRow { sequence: s, position: i, token: all[i].into() };
             rows.extend((done[s]..done[s] + n).map(row));
             done[s] += n;
         }

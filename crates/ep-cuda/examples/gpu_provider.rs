@@ -88,7 +88,7 @@ fn compare(
 
 fn step(positions: std::ops::Range<usize>, tokens: impl Fn(usize) -> u32, pages: usize) -> StepInput {
     let rows: Vec<TokenRow> =
-        positions.map(|position| TokenRow { sequence: 0, position, token: tokens(position) }).collect();
+        positions.map(|position| TokenRow { sequence: 0, position, token: tokens(position).into() }).collect();
     let count = rows.len();
     StepInput {
         // The last rows, so that several rows' logits are compared.

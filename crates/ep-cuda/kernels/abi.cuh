@@ -6,7 +6,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-struct StepHeader { u32 rows, wanted, serial, reserved; };
+struct StepHeader { u32 rows, wanted, serial, slot; };
 struct StepRow { u32 sequence, position, token, table; };
 struct StepRef { const StepHeader* header; const StepRow* rows; const u32* wanted; const u32* pages; };
 
@@ -78,7 +78,7 @@ struct ArgmaxArgs {
     ArgmaxScratch* scratch;
     ArgmaxResult* host_results;
     u32* host_flag;
-    u32 vocab, reserved;
+    u32 vocab, max_wanted;
 };
 
 struct ProbeArgs { const uint4* source; u64 count; u32* sink; };

@@ -48,18 +48,20 @@ extern "C" __global__ void __launch_bounds__(256) argmax(const __grid_constant__
     result.bad = atomicExch(&s->bad, 0xffffffffu);
     s->done = 0;
     a.results[r] = result;
-    if (a.feedback) a.feedback[a.step.rows[a.step.wanted[r]].sequence] = result.token;
+    if (a.feedback) a.feedback[r] = result.token;
 }
 
 extern "C" __global__ void __launch_bounds__(256) report(const __grid_constant__ ArgmaxArgs a) {
     allow_next();
     wait_for_previous();
+    const u32 slot = a.step.header->slot;
     if (a.host_results)
-        for (u32 r = threadIdx.x; r < a.step.header->wanted; r += blockDim.x) a.host_results[r] = a.results[r];
+        for (u32 r = threadIdx.x; r < a.step.header->wanted; r += blockDim.x)
+            a.host_results[(size_t)slot * a.max_wanted + r] = a.results[r];
     __threadfence_system();
     __syncthreads();
     if (threadIdx.x == 0 && a.host_flag) {
         __threadfence_system();
-        *(volatile u32*)a.host_flag = a.step.header->serial;
+        *(volatile u32*)(a.host_flag + slot) = a.step.header->serial;
     }
 }

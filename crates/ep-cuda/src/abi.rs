@@ -26,15 +26,15 @@ pub struct StepHeader {
     pub wanted: u32,
     /// Number of the step, copied to the flag that says it is done.
     pub serial: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Which of the host's slots for results and flags is the step's.
+    pub slot: u32,
 }
 
 /// One token row of the step descriptor.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepRow {
-    /// Sequence of the step; the index of its token in the feedback buffer.
+    /// Sequence of the step.
     pub sequence: u32,
     /// Position in the sequence.
     pub position: u32,
@@ -322,18 +322,20 @@ pub struct ArgmaxArgs {
     pub logits: u64,
     /// [`ArgmaxResult`]s, `[wanted]`.
     pub results: u64,
-    /// `u32` by [`StepRow::sequence`]; the chosen token goes there too. 0 for none.
+    /// `u32` by wanted row; the chosen token goes there too. 0 for none.
     pub feedback: u64,
     /// 16 bytes a wanted row, as [`ArgmaxArgs::SCRATCH_INIT`] before the first launch; each launch leaves them so.
     pub scratch: u64,
-    /// Host-visible copy of the results, `[wanted]`; the reporting kernel writes it. 0 for none.
+    /// Host-visible copies of the results, `[slots][max_wanted]`; the reporting kernel writes that of the step's slot. 0 for
+    /// none.
     pub host_results: u64,
-    /// Host-visible `u32`; the reporting kernel writes the step's serial number there, after everything else.
+    /// Host-visible `u32`s, `[slots]`; the reporting kernel writes the step's serial number to that of its slot, after
+    /// everything else.
     pub host_flag: u64,
     /// Logits of a row.
     pub vocab: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// Results of a slot of `host_results`.
+    pub max_wanted: u32,
 }
 
 impl ArgmaxArgs {

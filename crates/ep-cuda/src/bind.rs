@@ -66,9 +66,11 @@ pub struct Addresses {
     pub steps: u64,
     /// Floats of the activation.
     pub floats: u64,
-    /// Gathered rows of the embedding, one plane after the other.
-    pub gathered: [u64; 3],
-    /// Tokens by sequence.
+    /// Planes of the embedding, or of the rows of it that the host gathered.
+    pub table: [u64; 3],
+    /// True if the host gathers rows.
+    pub gathered: bool,
+    /// Chosen tokens by wanted row.
     pub feedback: u64,
     /// Partial results of attention.
     pub partials: u64,
@@ -78,10 +80,12 @@ pub struct Addresses {
     pub scratch: u64,
     /// Results of the arg-maximum on the device.
     pub results: u64,
-    /// The same on the host.
+    /// The same on the host, slot after slot.
     pub host_results: u64,
-    /// The flag on the host.
+    /// The flags on the host.
     pub host_flag: u64,
+    /// Results of a slot.
+    pub max_wanted: usize,
 }
 
 /// What stays the same from task to task.
@@ -171,12 +175,12 @@ impl Binder<'_> {
             tensor.format,
             EmbedArgs {
                 step: self.at.step,
-                planes: self.at.gathered,
+                planes: self.at.table,
                 feedback: self.at.feedback,
                 out: self.buffer(Buffer::Residual),
                 cols: tensor.cols as u32,
                 vocab: tensor.rows as u32,
-                gathered: 1,
+                gathered: u32::from(self.at.gathered),
                 group_shift,
                 flip,
                 scale_half,
@@ -334,7 +338,7 @@ impl Binder<'_> {
             host_results: self.at.host_results,
             host_flag: self.at.host_flag,
             vocab: self.model.config.vocab as u32,
-            reserved: 0,
+            max_wanted: self.at.max_wanted as u32,
         }
     }
 }

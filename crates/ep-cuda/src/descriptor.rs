@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 
 use headrace_kv::KvGeometry;
-use headrace_provider::{StepInput, StepProgram};
+use headrace_provider::{StepInput, StepProgram, Token};
 
-use crate::abi::{StepHeader, StepRef, StepRow};
+use crate::abi::{StepHeader, StepRef, StepRow, TOKEN_FEEDBACK};
 
 /// Where the parts of a descriptor lie, in bytes from its start. Fixed for the life of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +84,32 @@ pub struct StepLimits<'a> {
     pub vocab: usize,
     /// Positions of the rotation tables.
     pub positions: usize,
+    /// Tokens that the step before chooses and that can be fed back.
+    pub chosen: usize,
+}
+
+/// A step's number, and its slot on the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Serial {
+    /// Number.
+    pub number: u32,
+    /// Slot.
+    pub slot: u32,
+}
+
+/// The word that says where a row's token comes from.
+fn token_word(row: usize, token: Token, limits: StepLimits<'_>) -> Result<u32, String> {
+    match token {
+        Token::Id(id) if id as usize >= limits.vocab => {
+            Err(format!("row {row}: token {id} of a vocabulary of {}", limits.vocab))
+        }
+        Token::Id(id) => Ok(id),
+        Token::Chosen(wanted) if wanted >= limits.chosen => {
+            Err(format!("row {row}: the choice of wanted row {wanted}; {} can be fed back", limits.chosen))
+        }
+        // Lossless: wanted rows are no more than rows, which are below 2^31.
+        Token::Chosen(wanted) => Ok(TOKEN_FEEDBACK | wanted as u32),
+    }
 }
 
 impl StepWriter {
@@ -93,7 +119,7 @@ impl StepWriter {
         input: &StepInput,
         layout: &DescriptorLayout,
         limits: StepLimits<'_>,
-        serial: u32,
+        serial: Serial,
         bytes: &mut [u8],
     ) -> Result<Filled, String> {
         let (rows, wanted) = (input.rows.len(), input.wanted.len());
@@ -113,9 +139,7 @@ impl StepWriter {
         self.last_position.resize(input.page_tables.len(), None);
         let mut positions = 0;
         for (i, row) in input.rows.iter().enumerate() {
-            if row.token as usize >= limits.vocab {
-                return Err(format!("row {i}: token {} of a vocabulary of {}", row.token, limits.vocab));
-            }
+            token_word(i, row.token, limits)?;
             let sequences = input.page_tables.len();
             let (Some(table), Some(last)) =
                 (input.page_tables.get(row.sequence), self.last_position.get_mut(row.sequence))
@@ -135,13 +159,18 @@ impl StepWriter {
             *last = Some(row.position);
             positions = positions.max(row.position + 1);
         }
-        let header = StepHeader { rows: rows as u32, wanted: wanted as u32, serial, reserved: 0 };
-        put(bytes, 0, &[header.rows, header.wanted, header.serial, header.reserved]);
+        let Serial { number, slot } = serial;
+        let header = StepHeader { rows: rows as u32, wanted: wanted as u32, serial: number, slot };
+        put(bytes, 0, &[header.rows, header.wanted, header.serial, header.slot]);
         let filled = self.write_tables(input, layout, limits, bytes)?;
         for (i, row) in input.rows.iter().enumerate() {
             let table = self.tables.get(&row.sequence).copied().unwrap_or_default();
             // Narrowing is lossless: positions are below the context length, sequences below the number of tables.
-            put(bytes, HEADER + i * ROW, &[row.sequence as u32, row.position as u32, row.token, table]);
+            put(
+                bytes,
+                HEADER + i * ROW,
+                &[row.sequence as u32, row.position as u32, token_word(i, row.token, limits)?, table],
+            );
         }
         for (i, &w) in input.wanted.iter().enumerate() {
             put(bytes, layout.wanted_at() + i * 4, &[w as u32]);
@@ -202,10 +231,10 @@ mod tests {
         page_tokens: 32,
     };
     const LAYOUT: DescriptorLayout = DescriptorLayout { max_rows: 4, max_wanted: 3, max_pages: 9 };
-    const LIMITS: StepLimits<'static> = StepLimits { kv: &KV, pages: 50, vocab: 100, positions: 128 };
+    const LIMITS: StepLimits<'static> = StepLimits { kv: &KV, pages: 50, vocab: 100, positions: 128, chosen: 2 };
 
     fn row(sequence: usize, position: usize, token: u32) -> TokenRow {
-        TokenRow { sequence, position, token }
+        TokenRow { sequence, position, token: token.into() }
     }
 
     fn good() -> StepInput {
@@ -219,7 +248,7 @@ mod tests {
 
     fn write(input: &StepInput) -> Result<(Filled, Vec<u32>), String> {
         let mut bytes = vec![0xeeu8; LAYOUT.bytes()];
-        let filled = StepWriter::default().write(input, &LAYOUT, LIMITS, 5, &mut bytes)?;
+        let filled = StepWriter::default().write(input, &LAYOUT, LIMITS, Serial { number: 5, slot: 3 }, &mut bytes)?;
         let words = bytes.chunks_exact(4).map(|c| u32::from_le_bytes(c.try_into().unwrap())).collect();
         Ok((filled, words))
     }
@@ -228,7 +257,7 @@ mod tests {
     fn the_kernels_find_every_row_its_pages_and_the_wanted_rows() {
         let (filled, words) = write(&good()).unwrap();
         let at = LAYOUT.at(0);
-        assert_eq!(words[..4], [3, 2, 5, 0]);
+        assert_eq!(words[..4], [3, 2, 5, 3]);
         let rows = &words[at.rows as usize / 4..];
         let pages = &words[at.pages as usize / 4..];
         assert_eq!(rows[..4], [2, 63, 7, rows[3]]);
@@ -243,15 +272,25 @@ mod tests {
     }
 
     #[test]
+    fn a_chosen_token_is_named_by_its_wanted_row() {
+        let mut input = good();
+        input.rows[2].token = Token::Chosen(1);
+        let (_, words) = write(&input).unwrap();
+        let rows = &words[LAYOUT.at(0).rows as usize / 4..];
+        assert_eq!([rows[2], rows[6], rows[10]], [7, 9, 0x8000_0001]);
+    }
+
+    #[test]
     fn what_could_read_or_write_elsewhere_is_refused() {
         type Change = fn(&mut StepInput);
-        let wrong: [(&str, Change); 12] = [
+        let wrong: [(&str, Change); 13] = [
             ("0 rows", |i| i.rows.clear()),
             ("5 rows", |i| i.rows.extend([row(1, 0, 0), row(1, 1, 0)])),
             ("increasing indices", |i| i.wanted = vec![1, 1]),
             ("increasing indices", |i| i.wanted = vec![3]),
             ("wanted rows; the program", |i| i.wanted = vec![0, 1, 2, 2]),
-            ("token 100", |i| i.rows[0].token = 100),
+            ("token 100", |i| i.rows[0].token = Token::Id(100)),
+            ("wanted row 2; 2 can be fed back", |i| i.rows[0].token = Token::Chosen(2)),
             ("sequence 3 of 3", |i| i.rows[0].sequence = 3),
             ("position 64 in pages for 64", |i| i.rows[1].position = 64),
             ("positions are not increasing", |i| i.rows[2].position = 63),
@@ -262,14 +301,14 @@ mod tests {
         for (n, (message, change)) in wrong.into_iter().enumerate() {
             let mut input = good();
             change(&mut input);
-            if n == 10 {
+            if n == 11 {
                 input.rows[1].position = 120;
                 input.page_tables[2] = vec![1; 7];
                 input.rows[2].position = 127;
                 input.page_tables.push(vec![0; 4]);
                 input.rows.push(row(3, 127, 0));
             }
-            if n == 11 {
+            if n == 12 {
                 input.rows[2].position = 128;
             }
             let error = write(&input).unwrap_err();

@@ -87,10 +87,11 @@ impl Drop for PinnedBuffer {
     }
 }
 
-/// A read-only file mapping that the copy engine may read. The owner keeps the mapping alive for longer.
+/// A read-only file mapping that the copy engine and the kernels may read. The owner keeps the mapping alive for longer.
 #[derive(Debug)]
 pub struct Registration {
     base: *mut c_void,
+    device: u64,
     context: Arc<Context>,
 }
 
@@ -109,7 +110,16 @@ impl Registration {
         // SAFETY: the caller's promise; read-only registration never writes.
         let result = unsafe { sys::cuMemHostRegister_v2(base, bytes.len(), flags) };
         check(result, format_args!("registration of {} mapped bytes", bytes.len()))?;
-        Ok(Registration { base, context: context.clone() })
+        let mut registration = Registration { base, device: 0, context: context.clone() };
+        // SAFETY: the memory was registered with a device mapping.
+        let result = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut registration.device, base, 0) };
+        check(result, "cuMemHostGetDevicePointer")?;
+        Ok(registration)
+    }
+
+    /// The device's address of `bytes`, which are within what was registered.
+    pub fn device(&self, bytes: &[u8]) -> u64 {
+        self.device + (bytes.as_ptr().addr() - self.base.addr()) as u64
     }
 }
 

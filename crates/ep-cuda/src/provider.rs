@@ -3,18 +3,19 @@
 mod memory;
 mod programs;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram,
+    DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
 };
 
 use crate::arena::{Arena, ArenaError};
 use crate::attached::Attached;
 use crate::context::Context;
+use crate::descriptor::Serial;
 use crate::driver::DriverProblem;
 use crate::graph::GraphCounters;
 use crate::host_memory::PinnedBuffer;
@@ -65,6 +66,11 @@ pub struct CudaProvider {
     /// Times that something was unmapped: recorded programs are checked again after that.
     unmappings: u64,
     next_program: u64,
+    /// Steps that were submitted, oldest first.
+    in_flight: VecDeque<InFlight>,
+    next_ticket: u64,
+    /// Steps that may be: what the programs recorded so far allow.
+    depth: usize,
     next_state: u64,
     /// Bytes of a slot of the program recorded last that has slots.
     slot_bytes: u64,
@@ -123,6 +129,9 @@ impl CudaProvider {
             counters: GraphCounters::default(),
             unmappings: 0,
             next_program: 0,
+            in_flight: VecDeque::new(),
+            next_ticket: 0,
+            depth: 1,
             next_state: 0,
             slot_bytes: 0,
             context,
@@ -262,6 +271,9 @@ impl Provider for CudaProvider {
         if recorded.program.slots > 0 {
             self.slot_bytes = recorded.program.slot_bytes;
         }
+        if recorded.plan.chooses {
+            self.depth = recorded.host_layout.slots;
+        }
         let id = self.next_program;
         self.next_program += 1;
         self.programs.insert(id, recorded);
@@ -277,16 +289,46 @@ impl Provider for CudaProvider {
         }
     }
 
-    fn run(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
+    fn max_in_flight(&self) -> usize {
+        self.depth
+    }
+
+    fn submit(&mut self, id: ProgramId, input: &StepInput) -> Result<Ticket, DeviceError> {
         self.bind()?;
-        output.tokens.clear();
-        output.logits.clear();
+        if self.in_flight.len() >= self.depth {
+            let what = format!("{} steps are in flight; {} may be", self.in_flight.len(), self.depth);
+            return Err(self.context.invalid(what));
+        }
+        if self.in_flight.back().is_some_and(|last| last.logits) {
+            return Err(self.context.invalid("the logits of the step before were not collected"));
+        }
         let Some(mut recorded) = self.programs.remove(&id.0) else {
             return Err(self.context.invalid(format!("no program {}", id.0)));
         };
-        let done = self.step(&mut recorded, input, output);
+        let submitted = self.submit_step(&mut recorded, input);
         self.programs.insert(id.0, recorded);
-        done
+        let serial = submitted?;
+        self.next_ticket += 1;
+        let ticket = Ticket(self.next_ticket);
+        let wanted = input.wanted.len();
+        self.in_flight.push_back(InFlight { ticket, program: id, serial, wanted, logits: input.want_logits });
+        Ok(ticket)
+    }
+
+    fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> Result<(), DeviceError> {
+        self.bind()?;
+        output.tokens.clear();
+        output.logits.clear();
+        let Some(&step) = self.in_flight.front().filter(|step| step.ticket == ticket) else {
+            return Err(self.context.invalid(format!("step {} is not the first in flight", ticket.0)));
+        };
+        self.in_flight.pop_front();
+        let Some(recorded) = self.programs.remove(&step.program.0) else {
+            return Err(self.context.invalid(format!("the program of step {} was discarded", ticket.0)));
+        };
+        let collected = self.parts().collect(&recorded, step, output);
+        self.programs.insert(step.program.0, recorded);
+        collected
     }
 }
 
@@ -303,6 +345,18 @@ impl CudaProvider {
             context: &self.context,
         }
     }
+}
+
+/// A step that was submitted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct InFlight {
+    pub ticket: Ticket,
+    pub program: ProgramId,
+    pub serial: Serial,
+    /// Wanted rows.
+    pub wanted: usize,
+    /// True if their logits are.
+    pub logits: bool,
 }
 
 /// What a step uses of the provider.

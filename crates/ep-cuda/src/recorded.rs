@@ -6,12 +6,13 @@ use headrace_model::ModelSpec;
 use headrace_model::spec::TensorId;
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::format::Format;
+use headrace_provider::program::PLANE_ALIGN;
 use headrace_provider::{Buffer, Place, RangeKind, Segment, StepProgram};
 
 use crate::abi::{Activation, ArgmaxArgs, ArgmaxResult};
 use crate::bind::leading_rows;
 use crate::buckets::{GraphKey, PARTIALS_BYTES, attention_chunks, bucket, partials_bytes};
-use crate::descriptor::{DescriptorLayout, StepWriter};
+use crate::descriptor::{DescriptorLayout, Serial, StepWriter};
 use crate::graph::StepGraph;
 use crate::host_memory::PinnedBuffer;
 use crate::layout::Cursor;
@@ -52,7 +53,7 @@ impl ScratchLayout {
 pub struct StateLayout {
     /// The step descriptor.
     pub descriptor: u64,
-    /// Tokens by sequence.
+    /// Chosen tokens by wanted row.
     pub feedback: u64,
     /// Tickets of attention.
     pub tickets: u64,
@@ -70,7 +71,7 @@ impl StateLayout {
         let (rows, wanted) = (descriptor.max_rows as u64, descriptor.max_wanted.max(1) as u64);
         let mut cursor = Cursor::default();
         let at = cursor.take(descriptor.bytes() as u64);
-        let feedback = cursor.take(rows * 4);
+        let feedback = cursor.take(wanted * 4);
         let tickets = cursor.take(rows.saturating_mul(model.config.kv_heads as u64 * 4));
         let scratch = cursor.take(wanted * ArgmaxArgs::SCRATCH_BYTES as u64);
         let results = cursor.take(wanted * size_of::<ArgmaxResult>() as u64);
@@ -89,36 +90,64 @@ impl StateLayout {
     }
 }
 
-/// Offsets in a program's pinned buffer.
+/// Steps of a program that may be in flight where the device finds the rows of chosen tokens by itself.
+pub const IN_FLIGHT: usize = 4;
+
+/// Offsets in a program's pinned buffer. Each step in flight has a slot of its own for all but the gathered rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostLayout {
-    /// The step descriptor.
-    pub descriptor: u64,
+    /// Step descriptors.
+    pub descriptors: u64,
+    /// Bytes from one descriptor to the next.
+    pub descriptor_bytes: u64,
     /// Results of the arg-maximum.
     pub results: u64,
-    /// The flag.
-    pub flag: u64,
-    /// Gathered embedding rows, by plane.
+    /// Results of a slot.
+    pub max_wanted: usize,
+    /// The flags, a word a slot.
+    pub flags: u64,
+    /// Slots.
+    pub slots: usize,
+    /// Gathered embedding rows, by plane; nothing if the device reads the table itself.
     pub gathered: [u64; 3],
     /// Bytes of all of it.
     pub bytes: u64,
 }
 
 impl HostLayout {
-    /// What a program needs.
-    pub fn new(descriptor: &DescriptorLayout, plan: &CapturePlan, model: &ModelSpec) -> HostLayout {
+    /// What a program needs. `mapped`: the device reads the embedding itself.
+    pub fn new(descriptor: &DescriptorLayout, plan: &CapturePlan, model: &ModelSpec, mapped: bool) -> HostLayout {
         let mut cursor = Cursor::default();
-        let at = cursor.take(descriptor.bytes() as u64);
-        let results = cursor.take(descriptor.max_wanted.max(1) as u64 * size_of::<ArgmaxResult>() as u64);
-        let flag = cursor.take(4);
+        let slots = if mapped && plan.chooses { IN_FLIGHT } else { 1 };
+        let descriptor_bytes = (descriptor.bytes() as u64).next_multiple_of(PLANE_ALIGN as u64);
+        let descriptors = cursor.take(descriptor_bytes * slots as u64);
+        let max_wanted = descriptor.max_wanted.max(1);
+        let results = cursor.take((slots * max_wanted * size_of::<ArgmaxResult>()) as u64);
+        let flags = cursor.take(slots as u64 * 4);
         let mut gathered = [0; 3];
-        if let Some(table) = plan.table.and_then(|t| model.tensors.get(t.0)) {
+        if let Some(table) = plan.table.filter(|_| !mapped).and_then(|t| model.tensors.get(t.0)) {
             for (plane, offset) in gathered.iter_mut().enumerate() {
                 let row = table.format.row_bytes(plane, table.cols) as u64;
                 *offset = cursor.take(row.saturating_mul(descriptor.max_rows as u64));
             }
         }
-        HostLayout { descriptor: at, results, flag, gathered, bytes: cursor.bytes() }
+        let bytes = cursor.bytes();
+        HostLayout { descriptors, descriptor_bytes, results, max_wanted, flags, slots, gathered, bytes }
+    }
+
+    /// Offset of a slot's descriptor.
+    pub fn descriptor(&self, slot: usize) -> usize {
+        self.descriptors as usize + slot * self.descriptor_bytes as usize
+    }
+
+    /// Offset of a slot's results.
+    pub fn results(&self, slot: usize) -> usize {
+        self.results as usize + slot * self.max_wanted * size_of::<ArgmaxResult>()
+    }
+
+    /// Offset of a slot's flag.
+    pub fn flag(&self, slot: usize) -> usize {
+        self.flags as usize + slot * 4
     }
 }
 
@@ -150,11 +179,21 @@ pub struct Recorded {
     pub graphs: HashMap<GraphKey, StepGraph>,
     /// Writes descriptors.
     pub writer: StepWriter,
-    /// Number of the last step.
+    /// Planes of the embedding where the device reads them; `None` if the host gathers rows.
+    pub table: Option<[u64; 3]>,
+    /// Number of the step that was submitted last.
     pub serial: u32,
+    /// Tokens that it chooses.
+    pub chosen: usize,
 }
 
 impl Recorded {
+    /// Number and slot of the next step.
+    pub fn next(&self) -> Serial {
+        let number = self.serial.wrapping_add(1);
+        Serial { number, slot: number % self.host_layout.slots.max(1) as u32 }
+    }
+
     /// The graph that serves a step.
     pub fn key(&self, rows: usize, wanted: usize, positions: usize, model: &ModelSpec) -> GraphKey {
         let rows = bucket(rows, self.program.max_rows);

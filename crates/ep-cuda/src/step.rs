@@ -4,19 +4,19 @@ use std::sync::atomic::{Ordering, fence};
 
 use cudarc::driver::sys;
 use headrace_model::ModelSpec;
-use headrace_provider::{Buffer, DeviceError, Place, StepInput, StepOutput};
+use headrace_provider::{Buffer, DeviceError, Place, StepInput, StepOutput, Token};
 
 use crate::abi::{ALL_FINITE, ArgmaxResult};
 use crate::bind::{Addresses, Binder, Launch};
 use crate::buckets::GraphKey;
-use crate::descriptor::StepLimits;
+use crate::descriptor::{Serial, StepLimits};
 use crate::driver::{CudaError, check};
 use crate::graph::StepGraph;
 use crate::host_memory::PinnedBuffer;
 use crate::host_weights::HostWeights;
 use crate::launcher::How;
 use crate::plan::{Action, Lane, slab};
-use crate::provider::{CudaProvider, StepParts};
+use crate::provider::{CudaProvider, InFlight, StepParts};
 use crate::recorded::Recorded;
 use crate::upload::PieceKey;
 
@@ -33,12 +33,8 @@ enum CaptureError {
 const SPINS: u32 = 2048;
 
 impl CudaProvider {
-    pub(crate) fn step(
-        &mut self,
-        recorded: &mut Recorded,
-        input: &StepInput,
-        output: &mut StepOutput,
-    ) -> Result<(), DeviceError> {
+    /// Queues one step: its descriptor, and the graph that serves it, which is captured first if there is none.
+    pub(crate) fn submit_step(&mut self, recorded: &mut Recorded, input: &StepInput) -> Result<Serial, DeviceError> {
         self.check_mapped(recorded)?;
         let kv = (self.arena.mapped(2), self.arena.end(2));
         let key = {
@@ -61,19 +57,28 @@ impl CudaProvider {
             let graph = self.parts().capture(recorded, &model, &addresses, key)?;
             recorded.graphs.insert(key, graph);
         }
-        self.parts().replay(recorded, input, output, key)
+        let parts = self.parts();
+        let Some(graph) = recorded.graphs.get(&key) else { return Err(parts.context.failed("no graph")) };
+        graph.launch(parts.streams).map_err(|e| parts.context.failed(e))?;
+        parts.counters.replays += 1;
+        let serial = recorded.next();
+        recorded.serial = serial.number;
+        // Without a table of its own on the device, the next step's rows have to be gathered by their tokens.
+        recorded.chosen = if recorded.plan.chooses && recorded.table.is_some() { input.wanted.len() } else { 0 };
+        Ok(serial)
     }
 }
 
 /// Copies the embedding's rows of a step next to each other into pinned memory, where the kernel reads them.
 fn gather(recorded: &mut Recorded, input: &StepInput, weights: &HostWeights) -> Result<(), String> {
-    let Some(table) = recorded.plan.table else { return Ok(()) };
+    let Some(table) = recorded.plan.table.filter(|_| recorded.table.is_none()) else { return Ok(()) };
     let tensor = weights.model().tensors.get(table.0).ok_or("no embedding")?;
     let layout = recorded.host_layout;
     for (plane, &start) in layout.gathered.iter().enumerate().take(tensor.format.planes()) {
         let size = tensor.format.row_bytes(plane, tensor.cols);
         for (i, row) in input.rows.iter().enumerate() {
-            let (bytes, _) = weights.rows(table, plane, row.token as usize, 1)?;
+            let Token::Id(token) = row.token else { return Err("a row of an unknown token".to_string()) };
+            let (bytes, _) = weights.rows(table, plane, token as usize, 1)?;
             let at = start as usize + i * size;
             let to = recorded.host.bytes_mut().get_mut(at..at + size).ok_or("an embedding row is too long")?;
             to.copy_from_slice(bytes);
@@ -93,6 +98,7 @@ impl StepParts<'_> {
             pages: usize::try_from(end / page).unwrap_or(usize::MAX),
             vocab: attached.model.config.vocab,
             positions: attached.positions,
+            chosen: recorded.chosen,
         };
         if mapped != end {
             // The range has holes: every page is looked up.
@@ -102,15 +108,16 @@ impl StepParts<'_> {
                 }
             }
         }
-        recorded.serial = recorded.serial.wrapping_add(1);
-        let start = recorded.host_layout.descriptor as usize;
+        let serial = recorded.next();
+        let start = recorded.host_layout.descriptor(serial.slot as usize);
         let bytes = recorded.host.bytes_mut().get_mut(start..).unwrap_or_default();
-        let filled = recorded.writer.write(input, &recorded.descriptor, limits, recorded.serial, bytes);
+        let filled = recorded.writer.write(input, &recorded.descriptor, limits, serial, bytes);
         let filled = filled.map_err(|e| self.context.invalid(e))?;
         let to = self.arena.base(6) + recorded.state_offset + recorded.state.descriptor;
         let from = recorded.host.as_ptr().wrapping_add(start).cast_const();
         // SAFETY: the descriptor's bytes are mapped and pinned, and aren't written again before the step's flag is seen,
-        // which comes after this copy.
+        // which comes after this copy: as many steps as there are slots may be in flight. The copy comes after the step
+        // before, which reads the same descriptor on the device.
         let copied = unsafe { self.streams.compute.copy_in(to, from, filled.bytes) };
         copied.map_err(|e| self.context.failed(e))?;
         Ok(filled.positions)
@@ -192,44 +199,42 @@ impl StepParts<'_> {
         Ok(graph)
     }
 
-    fn replay(
+    /// Waits for the results of a step, the first of those in flight.
+    pub(crate) fn collect(
         &mut self,
         recorded: &Recorded,
-        input: &StepInput,
+        step: InFlight,
         output: &mut StepOutput,
-        key: GraphKey,
     ) -> Result<(), DeviceError> {
-        let Some(graph) = recorded.graphs.get(&key) else { return Err(self.context.failed("no graph")) };
-        graph.launch(self.streams).map_err(|e| self.context.failed(e))?;
-        self.counters.replays += 1;
         if !recorded.plan.computes {
             return self.streams.compute.wait().map_err(|e| self.context.failed(e));
         }
-        self.wait_for_flag(recorded)?;
+        self.wait_for_flag(recorded, step.serial)?;
         if recorded.plan.chooses {
-            let start = recorded.host_layout.results as usize;
+            let start = recorded.host_layout.results(step.serial.slot as usize);
             let results = recorded.host.bytes().get(start..).unwrap_or_default();
-            let results = results.chunks_exact(size_of::<ArgmaxResult>()).take(input.wanted.len());
+            let results = results.chunks_exact(size_of::<ArgmaxResult>()).take(step.wanted);
             output.tokens.extend(results.map(|r| match [word(r, 0), word(r, 4)] {
                 [token, ALL_FINITE] => Ok(token),
                 [_, bad] => Err(bad),
             }));
         }
-        if input.want_logits {
-            self.read_logits(recorded, input.wanted.len(), output)?;
+        if step.logits {
+            self.read_logits(recorded, step.wanted, output)?;
         }
         Ok(())
     }
 
     /// Waits for the flag that the step's last kernel writes: not for copies that the step makes for the next one.
-    fn wait_for_flag(&self, recorded: &Recorded) -> Result<(), DeviceError> {
-        let flag = recorded.host.as_ptr().wrapping_add(recorded.host_layout.flag as usize).cast::<u32>();
+    fn wait_for_flag(&self, recorded: &Recorded, serial: Serial) -> Result<(), DeviceError> {
+        let flag = recorded.host_layout.flag(serial.slot as usize);
+        let flag = recorded.host.as_ptr().wrapping_add(flag).cast::<u32>();
         let mut ended = false;
         loop {
             for _ in 0..SPINS {
                 // SAFETY: the flag is an aligned word of the pinned buffer, which the device writes; a volatile read sees
                 // it sooner or later.
-                if unsafe { flag.read_volatile() } == recorded.serial {
+                if unsafe { flag.read_volatile() } == serial.number {
                     // What the device wrote before the flag is visible after it.
                     fence(Ordering::Acquire);
                     return Ok(());

@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use headrace_model::spec::TensorId;
+
 use crate::context::Context;
 use crate::driver::CudaError;
 use crate::events::Event;
@@ -13,6 +15,9 @@ use crate::stream::Stream;
 
 /// Bytes of one pinned buffer of the pool.
 pub const BOUNCE_BYTES: usize = 32 << 20;
+
+/// Bytes that the widest load of a kernel takes, and has to be aligned to.
+const KERNEL_ALIGN: u64 = 16;
 
 /// Buffers of the pool: one is filled while the other is copied.
 const BOUNCE_BUFFERS: usize = 2;
@@ -49,6 +54,8 @@ pub struct Uploader {
     bounce: Vec<Bounce>,
     next: usize,
     counters: UploadCounters,
+    /// True once it was logged that the host gathers embedding rows.
+    said_gathered: bool,
 }
 
 /// A run of rows of one plane.
@@ -75,6 +82,7 @@ impl Uploader {
             bounce: Vec::new(),
             next: 0,
             counters: UploadCounters::default(),
+            said_gathered: false,
         }
     }
 
@@ -115,7 +123,7 @@ impl Uploader {
     /// Queues a copy of some rows of a plane to `to` on `stream`. The caller waits for the stream before it reads them.
     pub fn upload(&mut self, stream: &Stream, key: PieceKey, to: u64) -> Result<(), String> {
         let weights = self.weights.clone();
-        let id = headrace_model::spec::TensorId(key.tensor);
+        let id = TensorId(key.tensor);
         let (bytes, file) = weights.rows(id, key.plane, key.row, key.rows)?;
         if bytes.is_empty() {
             return Ok(());
@@ -156,11 +164,40 @@ impl Uploader {
         Ok(())
     }
 
+    /// The planes of a table as device addresses that kernels may read rows of; `None` where its file can't be registered, or
+    /// holds it in another order or at addresses that the kernels can't read. Says so once.
+    pub fn mapped(&mut self, table: TensorId) -> Option<[u64; 3]> {
+        let weights = self.weights.clone();
+        let tensor = weights.model().tensors.get(table.0)?;
+        let mut planes = [0; 3];
+        for (plane, address) in planes.iter_mut().enumerate().take(tensor.format.planes()) {
+            let (bytes, file) = weights.rows(table, plane, 0, tensor.rows).ok()?;
+            if bytes.is_empty() {
+                continue;
+            }
+            let registered = file.is_some_and(|file| self.registered(file));
+            let known = file.filter(|_| registered).and_then(|file| self.files.get(&file)).and_then(Option::as_ref);
+            match known.map(|r| r.device(bytes)).filter(|a| a.is_multiple_of(KERNEL_ALIGN)) {
+                Some(at) => *address = at,
+                None => {
+                    if !std::mem::replace(&mut self.said_gathered, true) {
+                        let name = &tensor.name;
+                        log::warn!(
+                            "{name}: the card can't read its rows in place; no step is submitted before the last one's tokens are known"
+                        );
+                    }
+                    return None;
+                }
+            }
+        }
+        Some(planes)
+    }
+
     /// Host bytes that a captured copy may read at every replay: in a registered mapping, else in a pinned copy that is
     /// made here. They stay where they are for as long as the uploader lives.
     pub fn stable(&mut self, key: PieceKey) -> Result<(*const u8, usize), String> {
         let weights = self.weights.clone();
-        let id = headrace_model::spec::TensorId(key.tensor);
+        let id = TensorId(key.tensor);
         let (bytes, file) = weights.rows(id, key.plane, key.row, key.rows)?;
         if file.is_some_and(|file| self.registered(file)) {
             return Ok((bytes.as_ptr(), bytes.len()));

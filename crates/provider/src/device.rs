@@ -79,6 +79,10 @@ pub struct DeviceInfo {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ProgramId(pub u64);
 
+/// Names a step that was submitted and whose results were not collected yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ticket(pub u64);
+
 /// A device that runs step programs. The engine drives every device through this and nothing else.
 pub trait Provider: Send {
     /// What it is.
@@ -134,6 +138,34 @@ pub trait Provider: Send {
     /// Drops a recorded program and what it holds.
     fn discard(&mut self, id: ProgramId);
 
-    /// Runs one step and waits for its results.
-    fn run(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError>;
+    /// Most steps that may be submitted and not collected; 1 on a device that a caller can't run ahead of. Known once a program
+    /// is recorded; before that, at least 1.
+    fn max_in_flight(&self) -> usize {
+        1
+    }
+
+    /// Queues one step behind those that are in flight; its results are collected later. Everything else that a provider is
+    /// asked for takes effect behind it as well: what unmaps or overwrites waits for it first.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] for a wrong step, for more than [`Provider::max_in_flight`] of them, and behind a step whose
+    /// logits are wanted and not collected; nothing is in flight that wasn't before, whatever the error.
+    fn submit(&mut self, id: ProgramId, input: &StepInput) -> Result<Ticket, DeviceError>;
+
+    /// Waits for the results of the step that was submitted first of those in flight. Later ones go on.
+    ///
+    /// # Errors
+    /// [`DeviceError::Invalid`] for any other ticket; the device's, and then the step is not in flight any more.
+    fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> Result<(), DeviceError>;
+
+    /// Runs one step and waits for its results. Nothing else is in flight.
+    ///
+    /// # Errors
+    /// As [`Provider::submit`] and [`Provider::collect`].
+    fn run(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
+        output.tokens.clear();
+        output.logits.clear();
+        let ticket = self.submit(id, input)?;
+        self.collect(ticket, output)
+    }
 }

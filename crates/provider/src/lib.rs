@@ -10,6 +10,6 @@ pub mod program;
 pub mod step;
 mod workspace;
 
-pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind};
+pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Ticket};
 pub use program::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
-pub use step::{StepInput, StepOutput, TokenRow};
+pub use step::{StepInput, StepOutput, Token, TokenRow};

@@ -1,5 +1,21 @@
 //! One step's inputs and results: token rows, page tables, logits.
 
+/// Which token a row holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Token {
+    /// The token of this id.
+    Id(u32),
+    /// What wanted row `i` of the step submitted just before this one chose, whether that step is done yet or not. Both steps
+    /// are of one program. Where that choice is none, because a logit was not finite, the row's results mean nothing.
+    Chosen(usize),
+}
+
+impl From<u32> for Token {
+    fn from(id: u32) -> Token {
+        Token::Id(id)
+    }
+}
+
 /// One row of a step: a token of one sequence at one position. A decode batch, a prefill chunk and a draft to verify
 /// are all lists of these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -8,8 +24,8 @@ pub struct TokenRow {
     pub sequence: usize,
     /// Position in the sequence, from 0.
     pub position: usize,
-    /// Token id.
-    pub token: u32,
+    /// Token.
+    pub token: Token,
 }
 
 /// What one step computes. Rows of one sequence have increasing positions; all of a sequence's earlier positions are

@@ -24,6 +24,7 @@ pub struct LoadArguments {
     max_context: Option<usize>,
     max_batch: usize,
     prefill_chunk: usize,
+    steps_in_flight: usize,
     activations: String,
     kv_dtype: String,
     kv_layout: String,
@@ -38,7 +39,7 @@ pub struct LoadArguments {
 
 /// The engine's options.
 pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
-    let LoadArguments { max_context, max_batch, prefill_chunk, threads, .. } = arguments;
+    let LoadArguments { max_context, max_batch, prefill_chunk, steps_in_flight, threads, .. } = arguments;
     let LoadArguments { vram_limit, piece_bytes, ring_slots, .. } = arguments;
     let LoadArguments { pin_threshold, policy_budget, .. } = arguments;
     let LoadArguments { device, activations, kv_dtype, kv_layout, policy, pinned, .. } = &arguments;
@@ -50,6 +51,7 @@ pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
         max_context,
         max_batch,
         prefill_chunk,
+        steps_in_flight,
         activations: choose(
             "activations",
             activations,

@@ -22,6 +22,7 @@ impl Engine {
                 kernels: info.kernels,
                 threads: info.threads as u64,
                 asked_for: self.asked_for.clone(),
+                steps_in_flight: self.options.steps_in_flight.min(self.home.max_in_flight()) as u64,
             },
             tokens: self.counters.tokens.clone(),
             weights: WeightStats::between(&self.before, &weights),

@@ -8,6 +8,7 @@ use headrace_model::tokenizer::Tokenizer;
 use headrace_model::{Model, ModelSpec};
 use headrace_provider::{Provider, StepInput, StepOutput};
 
+use super::flight::Flights;
 use super::{Counters, Engine};
 use crate::error::{EngineError, Result};
 use crate::home::Home;
@@ -78,6 +79,8 @@ impl Engine {
             kv,
             input: StepInput::default(),
             output: StepOutput::default(),
+            flights: Flights::default(),
+            said_depth: false,
             counters: Counters::default(),
             before: PagedCounters::default(),
             load_time: Duration::ZERO,

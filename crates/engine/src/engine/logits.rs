@@ -32,6 +32,7 @@ impl Engine {
                 return Err(self.context_error(tokens.len(), 0));
             }
         }
+        self.land();
         let mut out = Logits { values: Vec::new(), rows: 0, vocab };
         for tokens in sequences {
             let sequence = self.kv.create(tokens.len())?;
@@ -62,7 +63,11 @@ impl Engine {
             self.kv.extend(sequence, first, end, &mut self.home)?;
             let input = &mut self.input;
             input.rows.clear();
-            input.rows.extend((first..end).map(|position| TokenRow { sequence: 0, position, token: tokens[position] }));
+            input.rows.extend((first..end).map(|position| TokenRow {
+                sequence: 0,
+                position,
+                token: tokens[position].into(),
+            }));
             input.page_tables.resize_with(1, Vec::new);
             self.kv.page_table(sequence, &mut input.page_tables[0])?;
             input.wanted.clear();
@@ -70,7 +75,9 @@ impl Engine {
             input.want_logits = true;
             let started = Instant::now();
             self.home.run(&self.input, &mut self.output)?;
-            self.count_step(started.elapsed(), end - first, 0);
+            self.counters.tokens.steps += 1;
+            self.counters.tokens.rows += self.input.rows.len() as u64;
+            self.count_results(started.elapsed(), end - first, 0);
             for (wanted, &row) in self.input.wanted.iter().enumerate() {
                 if let Err(index) = self.output.tokens[wanted] {
                     return Err(EngineError::NonFinite { position: first + row, index: index as usize });

@@ -141,7 +141,7 @@ impl Step<'_> {
                     self.draw(&stage.next[0], self.input.rows.len(), |row| {
                         // SAFETY: a row is drawn once, and nothing reads the residual before the barrier.
                         let out = unsafe { self.buffers.row_mut(Buffer::Residual, row, 0..table.cols) };
-                        dequantise_row(&table, self.input.rows[row].token as usize, out);
+                        dequantise_row(&table, self.plan.tokens[row] as usize, out);
                         Ok(())
                     })?;
                 }

@@ -33,6 +33,7 @@ use self::ring::HostRing;
 use self::source::{segment_bytes, slab};
 use crate::errors::Named;
 use crate::executor::{Executor, Recorded};
+use crate::in_flight::InFlight;
 use crate::rope_table::RopeTable;
 use crate::simd::SimdLevel;
 use crate::weights::{FileWeights, WeightSource};
@@ -42,6 +43,10 @@ const NAME: Named = Named("host-device");
 
 /// Bytes of a piece of weights, unless somebody asks for another size.
 const PIECE_BYTES: u64 = 1 << 20;
+
+/// Steps that may be submitted and not collected. Each runs when it is submitted, so that running ahead gains nothing here: it
+/// is there so that whoever runs ahead on a card can be tested without one.
+const MAX_IN_FLIGHT: usize = 4;
 
 /// How a [`HostDevice`] is made. None of it changes a bit of any result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,6 +111,7 @@ pub struct HostDevice {
     options: HostOptions,
     checked: bool,
     probe: DeviceProbe,
+    in_flight: InFlight,
 }
 
 impl HostDevice {
@@ -131,6 +137,7 @@ impl HostDevice {
             options,
             checked: true,
             probe,
+            in_flight: InFlight::default(),
         })
     }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, Place, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram,
+    DeviceError, DeviceInfo, Place, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
 };
 
 use super::check::{Needs, check, ring_fits};
@@ -15,7 +15,7 @@ use super::fault::FaultPoint;
 use super::memory::DeviceMemory;
 use super::ring::Running;
 use super::source::{DeviceWeights, weight_bytes};
-use super::{Attached, HostDevice, NAME, PIECE_BYTES, Program};
+use super::{Attached, HostDevice, MAX_IN_FLIGHT, NAME, PIECE_BYTES, Program};
 use crate::exec::RingEvents;
 use crate::executor::{Bound, check_config, processor};
 use crate::rope_table::RopeTable;
@@ -160,9 +160,24 @@ impl Provider for HostDevice {
         self.programs.remove(&id.0);
     }
 
-    fn run(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
-        output.tokens.clear();
-        output.logits.clear();
+    fn max_in_flight(&self) -> usize {
+        MAX_IN_FLIGHT
+    }
+
+    fn submit(&mut self, id: ProgramId, input: &StepInput) -> Result<Ticket, DeviceError> {
+        let mut output = self.in_flight.output(MAX_IN_FLIGHT).map_err(|e| NAME.invalid(e))?;
+        self.step(id, input, &mut output)?;
+        Ok(self.in_flight.keep(output))
+    }
+
+    fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> Result<(), DeviceError> {
+        self.in_flight.collect(ticket, output).map_err(|e| NAME.invalid(e))
+    }
+}
+
+impl HostDevice {
+    /// Runs one step to its end.
+    fn step(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
         let positions = self.attached()?.positions;
         if let Some(row) = input.rows.iter().find(|r| r.position >= positions) {
             return Err(NAME.invalid(format!("position {}: tables are kept for {positions}", row.position)));
@@ -204,12 +219,7 @@ impl Provider for HostDevice {
                 *started += copies;
             }
         }
-        let result = self.settle(id.0, started, result);
-        if result.is_err() {
-            output.tokens.clear();
-            output.logits.clear();
-        }
-        result
+        self.settle(id.0, started, result)
     }
 }
 

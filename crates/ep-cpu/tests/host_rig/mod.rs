@@ -210,7 +210,7 @@ impl Rig {
 
     /// One step of `tokens` from `position` on of one sequence; the logits of all rows.
     pub fn step(&mut self, id: ProgramId, position: usize, tokens: &[u32]) -> Result<Vec<u32>, DeviceError> {
-        let row = |(i, &token): (usize, &u32)| TokenRow { sequence: 0, position: position + i, token };
+        let row = |(i, &token): (usize, &u32)| TokenRow { sequence: 0, position: position + i, token: token.into() };
         let input = StepInput {
             rows: tokens.iter().enumerate().map(row).collect(),
             page_tables: vec![(0..PAGES as u32).rev().collect()],

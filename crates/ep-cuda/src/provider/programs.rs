@@ -39,14 +39,16 @@ impl CudaProvider {
             codes: scratch + recorded.scratch.codes,
             steps: scratch + recorded.scratch.steps,
             floats: scratch + recorded.scratch.floats,
-            gathered: recorded.host_layout.gathered.map(|offset| host + offset),
+            table: recorded.table.unwrap_or(recorded.host_layout.gathered.map(|offset| host + offset)),
+            gathered: recorded.table.is_none(),
             feedback: state + recorded.state.feedback,
             partials: scratch + recorded.scratch.partials,
             tickets: state + recorded.state.tickets,
             scratch: state + recorded.state.scratch,
             results: state + recorded.state.results,
             host_results: host + recorded.host_layout.results,
-            host_flag: host + recorded.host_layout.flag,
+            host_flag: host + recorded.host_layout.flags,
+            max_wanted: recorded.host_layout.max_wanted,
         }
     }
 
@@ -96,7 +98,8 @@ impl CudaProvider {
         let descriptor = DescriptorLayout::new(&program, &geometry, positions, store_pages);
         let scratch = ScratchLayout::new(&plan, &program, &model, positions);
         self.grow(SCRATCH, scratch.bytes, "activations")?;
-        let host_layout = HostLayout::new(&descriptor, &plan, &model);
+        let table = plan.table.and_then(|table| self.uploader.as_mut().and_then(|u| u.mapped(table)));
+        let host_layout = HostLayout::new(&descriptor, &plan, &model, table.is_some());
         let host_bytes = usize::try_from(host_layout.bytes).map_err(|e| self.context.invalid(e.to_string()))?;
         let host = PinnedBuffer::new(&self.context, host_bytes)
             .map_err(|e| self.context.no_memory("pinned host memory", host_layout.bytes, e))?;
@@ -123,7 +126,9 @@ impl CudaProvider {
             checked: self.unmappings,
             graphs: HashMap::new(),
             writer: StepWriter::default(),
+            table,
             serial: 0,
+            chosen: 0,
         };
         let image = recorded.state.image(recorded.program.max_wanted);
         let to = self.arena.base(STATE) + state_offset;

@@ -112,7 +112,7 @@ pub struct Step {
 
 impl Step {
     pub fn new(rows: &[StepRow], wanted: &[u32], pages: &[u32]) -> Step {
-        let header = StepHeader { rows: rows.len() as u32, wanted: wanted.len() as u32, serial: 7, reserved: 0 };
+        let header = StepHeader { rows: rows.len() as u32, wanted: wanted.len() as u32, serial: 7, slot: 1 };
         let mem = [Mem::of(&[header]), Mem::of(rows), Mem::of(wanted), Mem::of(pages)];
         let at = StepRef { header: mem[0].ptr, rows: mem[1].ptr, wanted: mem[2].ptr, pages: mem[3].ptr };
         Step { at, _mem: mem }

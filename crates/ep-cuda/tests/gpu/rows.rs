@@ -174,9 +174,10 @@ pub fn argmax(gpu: &Gpu) {
         let step = Step::new(&step_rows, &wanted, &[]);
         let logits = Mem::of(&rows.concat());
         let results = Mem::new(n * size_of::<ArgmaxResult>());
-        let feedback = Mem::new(2 * n * 4);
+        let feedback = Mem::new(n * 4);
         let scratch = Mem::of(&vec![ArgmaxArgs::SCRATCH_INIT; n + 2]);
-        let (host, flag) = (Mem::new(n * size_of::<ArgmaxResult>()), Mem::new(4));
+        // The step's slot is the second of two.
+        let (host, flag) = (Mem::new(2 * n * size_of::<ArgmaxResult>()), Mem::new(8));
         let args = ArgmaxArgs {
             step: step.at,
             logits: logits.ptr,
@@ -186,7 +187,7 @@ pub fn argmax(gpu: &Gpu) {
             host_results: host.ptr,
             host_flag: flag.ptr,
             vocab: vocab as u32,
-            reserved: 0,
+            max_wanted: n as u32,
         };
         // Twice: the scratch must be as it was.
         for round in 0..2 {
@@ -197,7 +198,7 @@ pub fn argmax(gpu: &Gpu) {
             }
             gpu.sync();
             let got: Vec<ArgmaxResult> = results.read(n);
-            let fed: Vec<u32> = feedback.read(2 * n);
+            let fed: Vec<u32> = feedback.read(n);
             for (r, row) in rows.iter().enumerate() {
                 match argmax_row(row) {
                     Ok(token) => {
@@ -206,13 +207,13 @@ pub fn argmax(gpu: &Gpu) {
                             ArgmaxResult { token: token as u32, bad: ALL_FINITE },
                             "{vocab} {r} {round}"
                         );
-                        assert_eq!(fed[step_rows[wanted[r] as usize].sequence as usize], token as u32);
+                        assert_eq!(fed[r], token as u32);
                     }
                     Err(index) => assert_eq!(got[r].bad, index as u32, "{vocab}, row {r}, round {round}"),
                 }
             }
-            assert_eq!(host.read::<ArgmaxResult>(n), got);
-            assert_eq!(flag.read::<u32>(1), [7]);
+            assert_eq!(host.read::<ArgmaxResult>(2 * n)[n..], got);
+            assert_eq!(flag.read::<u32>(2)[1], 7);
         }
     }
 }
