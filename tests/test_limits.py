@@ -52,6 +52,11 @@ def check_books(engine: headrace.Engine, limit: int) -> None:
     assert pool.peak <= limit and pool.mapped_peak <= limit
     assert pool.unaccounted == 0 and pool.oversubscribed == 0 and pool.underflows == 0
     assert pool.used == sum(h.used for h in pool.holders) == pool.mapped
+    (physical,) = pool.physical
+    assert (physical.source, physical.bytes, physical.peak) == ("map-count", pool.mapped, pool.mapped_peak)
+    fixed = next(h.used for h in pool.holders if h.name == "fixed")
+    parts = dict(pool.fixed_parts)
+    assert sum(parts.values()) == fixed and parts["vectors"] > 0 and parts["rotary tables"] > 0
 
 
 @pytest.fixture(scope="module", params=["gguf", "onnx"])
@@ -79,7 +84,9 @@ def test_every_limit_gives_the_same_tokens(
         assert generate(engine) == resident
         stats = engine.stats()
         assert (stats.weights.streamed_bytes > 0) == (step < 5)
-        assert stats.graph.replays == stats.tokens.steps and stats.graph.eager_ops == 0
+        assert stats.graph.replays == stats.tokens.steps and stats.graph.eager_ops == stats.graph.fallbacks == 0
+        assert stats.graph.captures >= sum(count for _, count in stats.graph.epochs)
+        assert stats.graph.live >= 1 and stats.graph.nodes > 0
         check_books(engine, limit)
         for before, now in zip(checksums, engine.weight_checksums(), strict=True):
             assert before is None or now is None or before == now

@@ -82,7 +82,7 @@ class HolderStats(Record):
     """One holder's share of a pool, in bytes. Gauges, but for the peak."""
 
     name: str
-    """`weights`, `staging`, `kv`, `workspace`, `fixed`."""
+    """`weights`, `staging`, `kv`, `workspace`, `graphs`, `fixed`."""
     used: int
     """Charged now."""
     peak: int
@@ -91,6 +91,21 @@ class HolderStats(Record):
     """Promised and unused: others may use it meanwhile."""
     reclaimable: int
     """What it can be asked to yield."""
+
+
+@dataclass(frozen=True)
+class PhysicalStats(Record):
+    """What one source says of the memory that this process really takes, in bytes. Gauges, but for the peaks."""
+
+    source: str
+    """`map-count`: the device's own count of mapped granules; `driver`: by how much the card's free memory shrank, other
+    processes' changes included; `nvml`: NVML's figure of this process."""
+    bytes: int
+    """Now."""
+    peak: int
+    """Largest figure seen in the window: at load, at every change of what is mapped, and whenever stats are taken."""
+    unaccounted: int
+    """Beyond what the ledger explained, at its largest."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +131,53 @@ class PoolStats(Record):
     """Largest count."""
     unaccounted: int
     """Mapped beyond what the ledger explains, at its largest. Must be 0."""
+    physical: tuple[PhysicalStats, ...]
+    """What each source says of the memory that is really taken."""
+    fixed_parts: tuple[tuple[str, int], ...]
+    """What the holder `fixed` consists of, as (name, bytes), what is set aside and not taken yet included."""
     holders: tuple[HolderStats, ...]
 
 
 @dataclass(frozen=True)
 class GraphStats(Record):
-    """Recorded programs. Totals."""
+    """Recorded programs and their graphs, as the device counts them. Totals, but for the gauges."""
 
     captures: int
-    """Programs recorded for steps."""
+    """Graphs captured: one for each program and bucket of row counts."""
     replays: int
-    """Steps that replayed a recorded program."""
+    """Replays of graphs that compute: one a step, or several where a residency policy cuts steps up."""
     eager_ops: int
-    """Operations of a step that ran outside a recorded program. Must be 0."""
+    """Operations of a step that were launched outside a graph. Must be 0."""
+    dropped: int
+    """Graphs dropped to make room for another one."""
+    fallbacks: int
+    """Steps that ran in another way than was asked for. Must be 0."""
+    fallback_reasons: tuple[tuple[str, int], ...]
+    """Why they did, as (reason, count)."""
+    live: int
+    """Graphs that live. Gauge."""
+    nodes: int
+    """Their nodes. Gauge."""
+    bytes: int
+    """Bytes of the device that they were seen to take; the holder `graphs` has their allowance. Gauge."""
     epochs: tuple[tuple[str, int], ...]
     """Epochs that began, and why: `load`, `kv-growth`, `kv-shrink`, `limit`, `recovery`."""
+
+
+@dataclass(frozen=True)
+class SourceStats(Record):
+    """The ways that weights come from the host to a device, in bytes."""
+
+    registered_bytes: int
+    """Loaded straight out of registered file mappings. Total."""
+    bounced_bytes: int
+    """Loaded through the bounded pool of pinned buffers. Total."""
+    pinned_copy_bytes: int
+    """Pinned copies that streaming reads from, because their file couldn't be registered. Gauge."""
+    pinned_bytes: int
+    """Pinned host memory taken. Gauge."""
+    refusals: tuple[str, ...]
+    """Why files couldn't be registered, one entry a file. Gauge."""
 
 
 @dataclass(frozen=True)
@@ -184,4 +231,5 @@ class Stats(Record):
     """Memory pools; empty where nothing is limited."""
     kv: KvStats
     graph: GraphStats
+    sources: SourceStats
     time: TimeStats

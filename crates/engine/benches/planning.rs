@@ -6,7 +6,7 @@ use std::hint::black_box;
 use criterion::{Criterion, criterion_group, criterion_main};
 use headrace_engine::EngineOptions;
 use headrace_engine::layout::PieceLayout;
-use headrace_engine::plan::{MemoryPlan, Sizes};
+use headrace_engine::plan::{DeviceNeeds, MemoryPlan, Sizes};
 use headrace_engine::schedule::Schedule;
 use headrace_kv::{KvGeometry, KvLayout};
 use headrace_numerics::elementwise::KvDtype;
@@ -35,11 +35,12 @@ fn planning(c: &mut Criterion) {
     let kv = geometry.page_bytes() as u64 * 2;
     let limit = layout.range_bytes / 2 + kv;
     let sizes = Sizes { limit, workspace: GRANULE, geometry, max_context: 32, max_batch: 1, slots: 4 };
-    let plan = MemoryPlan::new(&layout, GRANULE, GRANULE, &sizes).expect("half of the weights fit");
+    let needs = DeviceNeeds { fixed: GRANULE, graphs: 0 };
+    let plan = MemoryPlan::new(&layout, GRANULE, needs, &sizes).expect("half of the weights fit");
     assert!(plan.placement.cold().count() > 100);
     c.bench_function("cut 1,009 tensors into pieces", |b| b.iter(|| PieceLayout::new(black_box(&model), target)));
     c.bench_function("plan them at half of their bytes", |b| {
-        b.iter(|| MemoryPlan::new(black_box(&layout), GRANULE, GRANULE, &sizes).map(|p| p.ring_bytes));
+        b.iter(|| MemoryPlan::new(black_box(&layout), GRANULE, needs, &sizes).map(|p| p.ring_bytes));
     });
     c.bench_function("write the step program", |b| {
         b.iter(|| Schedule::new(&model, &options, black_box(&layout), &plan.placement, plan.ring));

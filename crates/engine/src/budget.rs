@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use headrace_memory_governor::{
     Ask, Governor, Holder, HolderSpec, Lease, Pool, PoolSpec, Reclaim, ReclaimError, Report, Role, Source,
 };
-use headrace_provider::{RangeKind, StepInput, Ticket};
+use headrace_provider::{DeviceReport, PhysicalSource, RangeKind, StepInput, Ticket};
 
 use crate::error::Result;
 use crate::paged::{EpochReason, PagedWeights, Target};
@@ -109,11 +109,12 @@ impl Budget {
         let holder = |spec: HolderSpec| governor.holder(pool, spec);
         let other = holder(HolderSpec::new("fixed", Role::Other, FIXED_PRIORITY).floor(plan.fixed))?;
         let space = holder(HolderSpec::new("workspace", Role::Workspace, FIXED_PRIORITY).floor(plan.workspace))?;
+        let graphs = holder(HolderSpec::new("graphs", Role::Graphs, FIXED_PRIORITY).floor(plan.graphs))?;
         let staging = holder(HolderSpec::new("staging", Role::Staging, FIXED_PRIORITY).promise(plan.ring_bytes))?;
         let (floor, promise) = (plan.buckets.floor().bytes, plan.buckets.max().bytes);
         let kv = holder(HolderSpec::new("kv", Role::Kv, FIXED_PRIORITY).floor(floor).promise(promise))?;
         let weights_holder = holder(HolderSpec::new("weights", Role::Weights, WEIGHTS_PRIORITY))?;
-        let mut held = vec![other.reserve(plan.fixed)?.commit()];
+        let mut held = vec![other.reserve(plan.fixed)?.commit(), graphs.reserve(plan.graphs)?.commit()];
         let reservation = space.reserve(plan.workspace)?;
         weights.provider_mut().resize(RangeKind::Workspace, plan.workspace)?;
         held.push(reservation.commit());
@@ -137,6 +138,7 @@ impl Budget {
         };
         budget.promote(EpochReason::Load)?;
         budget.fit_ring()?;
+        budget.observe()?;
         Ok(budget)
     }
 
@@ -167,7 +169,8 @@ impl Budget {
         let more = bytes.saturating_sub(self.kv_lease.bytes());
         let reservation = self.holders.kv.reserve(more)?;
         self.weights().provider_mut().resize(RangeKind::Kv, bytes)?;
-        Ok(reservation.commit_into(&mut self.kv_lease)?)
+        reservation.commit_into(&mut self.kv_lease)?;
+        self.observe()
     }
 
     /// Unmaps KV memory beyond `bytes` and gives it back; the weights take it.
@@ -234,7 +237,8 @@ impl Budget {
         reservation.commit_into(&mut lock(&self.give_way.lease))?;
         let placed = self.weights().place(target, reason);
         self.give_way.settle();
-        Ok(placed?)
+        placed?;
+        self.observe()
     }
 
     /// Gives the ring the size that the placement needs: slots if anything is cold, none otherwise.
@@ -257,6 +261,7 @@ impl Budget {
                 let reservation = self.holders.staging.reserve(more)?;
                 self.weights().set_ring(want)?;
                 reservation.commit_into(&mut self.staging_lease)?;
+                self.observe()?;
             } else {
                 self.weights().set_ring(want)?;
                 self.staging_lease.shrink(self.staging_lease.bytes())?;
@@ -264,20 +269,28 @@ impl Budget {
         }
     }
 
-    /// The ledger, with the device's own count of mapped granules beside it.
+    /// The ledger, with every physical figure that the device reported beside it.
     ///
     /// # Errors
     /// The governor's, if the pool were unknown to it.
-    pub fn report(&self) -> Result<Report> {
-        let physical = {
-            let weights = self.weights();
-            let provider = weights.provider();
-            let ranges = [RangeKind::Weights, RangeKind::Staging, RangeKind::Kv, RangeKind::Workspace];
-            let fixed = provider.fixed_bytes().next_multiple_of(weights.granule());
-            ranges.into_iter().map(|r| provider.mapped(r)).sum::<u64>() + fixed
-        };
-        self.governor.record_physical(self.pool, Source::MapCount, physical)?;
+    pub fn report(&self, device: &DeviceReport) -> Result<Report> {
+        let granule = self.plan.granule;
+        for figure in &device.physical {
+            let (source, bytes) = match figure.source {
+                // The ledger counts whole granules.
+                PhysicalSource::MapCount => (Source::MapCount, figure.bytes.next_multiple_of(granule)),
+                PhysicalSource::Driver => (Source::Driver, figure.bytes),
+                PhysicalSource::Nvml => (Source::Nvml, figure.bytes),
+            };
+            self.governor.record_physical(self.pool, source, bytes)?;
+        }
         Ok(self.governor.report())
+    }
+
+    /// Takes the device's physical figures, so that a peak between two reports is seen.
+    fn observe(&self) -> Result<()> {
+        let device = self.weights().provider().report();
+        self.report(&device).map(drop)
     }
 
     /// Peaks start again at what is held now.

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use headrace_model::ModelSpec;
 use headrace_model::tokenizer::Tokenizer;
-use headrace_provider::{DeviceInfo, StepInput, StepOutput};
+use headrace_provider::{DeviceInfo, DeviceReport, StepInput, StepOutput};
 
 pub use logits::Logits;
 
@@ -61,6 +61,8 @@ pub struct Engine {
     counters: Counters,
     /// The home's totals when the window opened.
     before: PagedCounters,
+    /// What the device had counted then.
+    device_before: DeviceReport,
     load_time: Duration,
     asked_for: String,
 }

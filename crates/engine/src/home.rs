@@ -5,7 +5,9 @@ use std::sync::Arc;
 use headrace_kv::{Buckets, KvGeometry};
 use headrace_memory_governor::Report;
 use headrace_model::ModelSpec;
-use headrace_provider::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, StepInput, StepOutput, Ticket};
+use headrace_provider::{
+    DeviceError, DeviceInfo, DeviceReport, ProgramId, Provider, RangeKind, StepInput, StepOutput, Ticket,
+};
 
 use crate::budget::Budget;
 use crate::dynamic::policy_limits;
@@ -14,7 +16,7 @@ use crate::layout::PieceLayout;
 use crate::options::EngineOptions;
 use crate::paged::{PagedCounters, PagedWeights};
 use crate::placement::Placement;
-use crate::plan::{MemoryPlan, MemoryReport, Sizes};
+use crate::plan::{DeviceNeeds, MemoryPlan, MemoryReport, Sizes};
 use crate::program;
 use crate::residency::pins::pinned_pieces;
 use crate::residency::simulate::Scenario;
@@ -73,9 +75,10 @@ impl Home {
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
-        let weights = PagedWeights::new(provider, model.clone(), options.clone(), target)?;
-        let fixed = fixed_bytes(weights.provider(), model, options, weights.schedule_layout())?;
-        let plan = MemoryPlan::new(weights.schedule_layout(), info.granule, fixed, &sizes)?;
+        let mut weights = PagedWeights::new(provider, model.clone(), options.clone(), target)?;
+        let layout = weights.schedule_layout().clone();
+        let needs = device_needs(weights.provider_mut(), model, options, &layout)?;
+        let plan = MemoryPlan::new(weights.schedule_layout(), info.granule, needs, &sizes)?;
         Ok(Home::Paged { budget: Box::new(Budget::new(weights, plan)?), sizes })
     }
 
@@ -89,8 +92,8 @@ impl Home {
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
-        let fixed = fixed_bytes(provider.as_ref(), model, options, &layout)?;
-        let plan = MemoryPlan::new(&layout, info.granule, fixed, sizes)?;
+        let needs = device_needs(provider.as_mut(), model, options, &layout)?;
+        let plan = MemoryPlan::new(&layout, info.granule, needs, sizes)?;
         Ok(MemoryReport::of(model, &layout, &plan, &plan.placement))
     }
 
@@ -105,8 +108,8 @@ impl Home {
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let schedule = PieceLayout::new(model, target);
-        let fixed = fixed_bytes(provider.as_ref(), model, options, &schedule)?;
-        let plan = MemoryPlan::new(&schedule, info.granule, fixed, sizes)?;
+        let needs = device_needs(provider.as_mut(), model, options, &schedule)?;
+        let plan = MemoryPlan::new(&schedule, info.granule, needs, sizes)?;
         let layout = Arc::new(PieceLayout::by_tensor(model, target));
         Ok(Scenario {
             limits: policy_limits(&schedule, info.granule, plan.weights_bytes, options.policy_budget),
@@ -130,6 +133,14 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.info(),
             Home::Paged { budget, .. } => budget.weights().provider().info(),
+        }
+    }
+
+    /// What the device has done and holds.
+    pub(crate) fn device_report(&self) -> DeviceReport {
+        match self {
+            Home::InPlace { provider, .. } => provider.report(),
+            Home::Paged { budget, .. } => budget.weights().provider().report(),
         }
     }
 
@@ -158,7 +169,6 @@ impl Home {
             Home::InPlace { provider, step, step_bytes, counters } => {
                 let ticket = provider.submit(*step, input)?;
                 counters.host_computed_bytes += *step_bytes;
-                counters.replays += 1;
                 Ok(ticket)
             }
             Home::Paged { budget, .. } => budget.submit(input),
@@ -248,8 +258,10 @@ impl Home {
             Home::Paged { budget, sizes } => {
                 let weights = budget.weights();
                 // What is recorded by now is part of the device's own figure; what the plan set aside for it is not less.
-                let fixed = budget.plan().fixed.max(weights.provider().fixed_bytes());
-                MemoryPlan::new(weights.schedule_layout(), weights.granule(), fixed, &Sizes { limit, ..sizes.clone() })
+                let plan = budget.plan();
+                let fixed = plan.fixed.max(weights.provider().fixed_bytes());
+                let needs = DeviceNeeds { fixed, graphs: plan.graphs };
+                MemoryPlan::new(weights.schedule_layout(), weights.granule(), needs, &Sizes { limit, ..sizes.clone() })
             }
         }
     }
@@ -270,20 +282,23 @@ impl Home {
         }
     }
 
-    /// The ledger; `None` where nothing is limited.
-    pub(crate) fn report(&self) -> Result<Option<Report>> {
-        self.budget().map(Budget::report).transpose()
+    /// The ledger, with what the device reported beside it; `None` where nothing is limited.
+    pub(crate) fn report(&self, device: &DeviceReport) -> Result<Option<Report>> {
+        self.budget().map(|budget| budget.report(device)).transpose()
     }
 }
 
 /// Bytes that the device takes for itself: now, and once the step program is recorded.
-fn fixed_bytes(
-    provider: &dyn Provider,
+fn device_needs(
+    provider: &mut dyn Provider,
     model: &ModelSpec,
     options: &EngineOptions,
     layout: &PieceLayout,
-) -> Result<u64> {
+) -> Result<DeviceNeeds> {
     let resident = Placement::all_resident(layout);
     let step = Schedule::new(model, options, layout, &resident, Ring::default()).step;
-    Ok(provider.fixed_bytes() + provider.program_bytes(&step)?)
+    // In this order: the program's code is part of the fixed bytes once it is loaded.
+    let program = provider.program_bytes(&step)?;
+    let fixed = provider.fixed_bytes() + program;
+    Ok(DeviceNeeds { fixed, graphs: provider.graph_allowance() })
 }

@@ -63,10 +63,8 @@ pub struct PagedCounters {
     pub host_computed_bytes: u64,
     /// Bytes copied to become resident, at load and by promotions.
     pub loaded_bytes: u64,
-    /// Programs recorded for steps.
-    pub captures: u64,
-    /// Steps replayed.
-    pub replays: u64,
+    /// Steps submitted.
+    pub steps: u64,
     /// Epochs by reason, in the order of [`EpochReason::ALL`].
     pub epochs: [u64; EpochReason::ALL.len()],
     /// What a residency policy did; all 0 under the static schedule.
@@ -287,7 +285,7 @@ impl PagedWeights {
             result?;
             self.finished = Some(output);
             self.count_step(input);
-            return Ok(Ticket(self.counters.replays));
+            return Ok(Ticket(self.counters.steps));
         }
         let mut epoch = match self.epoch.take() {
             Some(epoch) => epoch,
@@ -332,7 +330,6 @@ impl PagedWeights {
                 }
             },
         };
-        self.counters.captures += 1;
         let reason = EpochReason::ALL.iter().position(|r| *r == self.reason).unwrap_or(0);
         self.counters.epochs[reason] += 1;
         log::info!(
@@ -375,13 +372,12 @@ impl PagedWeights {
     /// Records a program of a step.
     pub(crate) fn record(&mut self, program: StepProgram) -> std::result::Result<ProgramId, DeviceError> {
         let id = self.provider.record(program)?;
-        self.counters.captures += 1;
         Ok(id)
     }
 
     fn count_step(&mut self, input: &StepInput) {
         let embedding = self.model.tensor(self.model.embedding);
         self.counters.host_mapped_bytes += (embedding.bytes() / embedding.rows.max(1) * input.rows.len()) as u64;
-        self.counters.replays += 1;
+        self.counters.steps += 1;
     }
 }

@@ -62,6 +62,15 @@ impl fmt::Display for Breakdown {
     }
 }
 
+/// What a device takes for itself, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceNeeds {
+    /// Context, tables, descriptors, activations: what it takes now, and what recording the step's program adds.
+    pub fixed: u64,
+    /// What all captured graphs together may take.
+    pub graphs: u64,
+}
+
 /// Sizes that a budget is made from, in bytes.
 #[derive(Clone, Debug)]
 pub struct Sizes {
@@ -88,6 +97,8 @@ pub struct MemoryPlan {
     pub granule: u64,
     /// What the device itself takes, in bytes.
     pub fixed: u64,
+    /// What is set aside for captured graphs, in bytes.
+    pub graphs: u64,
     /// Buffers of a step, in bytes.
     pub workspace: u64,
     /// The ring that anything cold needs.
@@ -107,9 +118,9 @@ impl MemoryPlan {
     ///
     /// # Errors
     /// [`EngineError::Budget`] with the breakdown if the limit can't work.
-    pub fn new(layout: &PieceLayout, granule: u64, fixed: u64, sizes: &Sizes) -> Result<MemoryPlan> {
+    pub fn new(layout: &PieceLayout, granule: u64, device: DeviceNeeds, sizes: &Sizes) -> Result<MemoryPlan> {
         let up = |bytes: u64| bytes.next_multiple_of(granule);
-        let (fixed, workspace) = (up(fixed), up(sizes.workspace));
+        let (fixed, graphs, workspace) = (up(device.fixed), up(device.graphs), up(sizes.workspace));
         let page_bytes = sizes.geometry.page_bytes() as u64;
         let one = sizes.geometry.pages_for(sizes.max_context);
         let kv_one = Buckets::new(one, one, page_bytes, granule)?.max().bytes;
@@ -122,6 +133,9 @@ impl MemoryPlan {
             Need::new("workspace", workspace, "buffers of a step, logits included"),
             Need::new("kv", kv_one, format!("one sequence of max_context = {} positions", sizes.max_context)),
         ];
+        if graphs > 0 {
+            needs.push(Need::new("graphs", graphs, "what captured graphs may take"));
+        }
         let without_weights: u64 = needs.iter().map(|n| n.bytes).sum();
         let whole = without_weights + all_bytes <= sizes.limit;
         // A ring that takes more than all weights together buys nothing: then everything has to be resident.
@@ -133,21 +147,33 @@ impl MemoryPlan {
         }
         let want = one.saturating_mul(sizes.max_batch);
         let most = Buckets::new(1, want, page_bytes, granule)?.max().bytes;
-        let everything = fixed + workspace + most + all_bytes;
+        let own = fixed + graphs + workspace;
+        let everything = own + most + all_bytes;
         let breakdown = Breakdown { limit: sizes.limit, needs, everything };
         if breakdown.minimum() > sizes.limit {
             return Err(EngineError::Budget(Box::new(breakdown)));
         }
         // KV may take the weights' bytes, but neither the ring's nor, where a ring is no use, the weights' own.
         let usable = sizes.limit / granule * granule;
-        let elastic = usable - fixed - workspace - full_ring.min(all_bytes);
+        let elastic = usable - own - full_ring.min(all_bytes);
         let buckets = kv_buckets(one, want, page_bytes, granule, elastic)?;
-        let never_cold = fixed + workspace + buckets.max().bytes + all_bytes <= usable;
+        let never_cold = own + buckets.max().bytes + all_bytes <= usable;
         let ring_bytes = if never_cold || full_ring >= all_bytes { 0 } else { full_ring };
-        let room = usable - fixed - workspace - buckets.floor().bytes;
+        let room = usable - own - buckets.floor().bytes;
         let weights_bytes = if all_bytes <= room { all_bytes } else { room.saturating_sub(full_ring) };
         let placement = Placement::within(layout, granule, weights_bytes);
-        Ok(MemoryPlan { breakdown, granule, fixed, workspace, ring, ring_bytes, buckets, weights_bytes, placement })
+        Ok(MemoryPlan {
+            breakdown,
+            granule,
+            fixed,
+            graphs,
+            workspace,
+            ring,
+            ring_bytes,
+            buckets,
+            weights_bytes,
+            placement,
+        })
     }
 
     /// Bytes of the ring when it is there, whole granules.

@@ -1,6 +1,7 @@
 //! What an engine counts: totals over the window that `reset_stats` opens, and gauges that survive it.
 
-use headrace_memory_governor::{HolderReport, PoolReport, Source};
+use headrace_memory_governor::{HolderReport, PoolReport, Role, Source};
+use headrace_provider::{DeviceReport, GraphReport, SourceReport};
 use serde::Serialize;
 
 use crate::paged::{EpochReason, PagedCounters};
@@ -101,7 +102,7 @@ impl WeightStats {
 /// One holder's share of a pool, in bytes. Gauges, but for the peak, which starts again at a reset.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct HolderStats {
-    /// `weights`, `staging`, `kv`, `workspace`, `fixed`.
+    /// `weights`, `staging`, `kv`, `workspace`, `graphs`, `fixed`.
     pub name: String,
     /// Charged now.
     pub used: u64,
@@ -111,6 +112,20 @@ pub struct HolderStats {
     pub lent: u64,
     /// What it can be asked to yield.
     pub reclaimable: u64,
+}
+
+/// What one source says of the physical memory that this process takes, in bytes. Gauges, but for the peaks.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct PhysicalStats {
+    /// `map-count`: the device's own count of mapped granules; `driver`: by how much the card's free memory shrank, other
+    /// processes' changes included; `nvml`: NVML's figure of this process.
+    pub source: String,
+    /// Now.
+    pub bytes: u64,
+    /// Largest figure seen: at load, at every change of what is mapped, and whenever stats are taken.
+    pub peak: u64,
+    /// Beyond what the ledger explained, at its largest.
+    pub unaccounted: u64,
 }
 
 /// One pool of physical memory, in bytes. Gauges, but for the peaks.
@@ -136,13 +151,34 @@ pub struct PoolStats {
     pub mapped_peak: u64,
     /// Mapped beyond what the ledger explains, at its largest. Must be 0.
     pub unaccounted: u64,
+    /// What each source says of the memory that is really taken.
+    pub physical: Vec<PhysicalStats>,
+    /// What the holder `fixed` consists of, as `(name, bytes)`; what is set aside and not taken yet included.
+    pub fixed_parts: Vec<(String, u64)>,
     /// Shares.
     pub holders: Vec<HolderStats>,
 }
 
+fn source_name(source: Source) -> &'static str {
+    match source {
+        Source::MapCount => "map-count",
+        Source::Driver => "driver",
+        Source::Nvml => "nvml",
+        Source::Os => "os",
+    }
+}
+
+/// Parts of a charge of `used` bytes of which the device names `parts`.
+fn fixed_parts(parts: &[(&'static str, u64)], used: u64) -> Vec<(String, u64)> {
+    let named: u64 = parts.iter().map(|part| part.1).sum();
+    let rest = ("set aside or rounded up", used.saturating_sub(named));
+    let all = parts.iter().copied().chain([rest]).filter(|part| part.1 > 0);
+    all.map(|(name, bytes)| (name.to_string(), bytes)).collect()
+}
+
 impl PoolStats {
-    /// From the governor's report of one pool.
-    pub fn of(pool: &PoolReport) -> PoolStats {
+    /// From the governor's report of one pool, and the device's of its own part.
+    pub fn of(pool: &PoolReport, device: &DeviceReport) -> PoolStats {
         let physical = pool.physical.iter().find(|(s, _)| *s == Source::MapCount).map(|(_, p)| *p).unwrap_or_default();
         let holder = |h: &HolderReport| HolderStats {
             name: h.name.clone(),
@@ -151,6 +187,13 @@ impl PoolStats {
             lent: h.lent,
             reclaimable: h.reclaimable,
         };
+        let figure = |(source, p): &(Source, headrace_memory_governor::Physical)| PhysicalStats {
+            source: source_name(*source).to_string(),
+            bytes: p.bytes,
+            peak: p.peak,
+            unaccounted: p.peak_unaccounted,
+        };
+        let fixed = pool.holders.iter().filter(|h| h.role == Role::Other).map(|h| h.used).sum();
         PoolStats {
             name: pool.pool.to_string(),
             limit: pool.limit,
@@ -162,34 +205,90 @@ impl PoolStats {
             mapped: physical.bytes,
             mapped_peak: physical.peak,
             unaccounted: physical.peak_unaccounted,
+            physical: pool.physical.iter().map(figure).collect(),
+            fixed_parts: fixed_parts(&device.fixed, fixed),
             holders: pool.holders.iter().map(holder).collect(),
         }
     }
 }
 
-/// Recorded programs. Totals.
+/// Recorded programs and their graphs, as the device counts them. Totals, but for the gauges.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct GraphStats {
-    /// Programs recorded for steps.
+    /// Graphs captured: one for each program and bucket of row counts.
     pub captures: u64,
-    /// Steps that replayed a recorded program.
+    /// Replays of graphs that compute: one a step, or several where a residency policy cuts steps up.
     pub replays: u64,
-    /// Operations of a step that ran outside a recorded program. Must be 0.
+    /// Operations of a step that were launched outside a graph. Must be 0.
     pub eager_ops: u64,
+    /// Graphs dropped to make room for another one.
+    pub dropped: u64,
+    /// Steps that ran in another way than was asked for. Must be 0.
+    pub fallbacks: u64,
+    /// Why they did, as `(reason, count)`.
+    pub fallback_reasons: Vec<(String, u64)>,
+    /// Graphs that live. Gauge.
+    pub live: u64,
+    /// Their nodes. Gauge.
+    pub nodes: u64,
+    /// Bytes of the device that they were seen to take; the holder `graphs` has their allowance. Gauge.
+    pub bytes: u64,
     /// Epochs that began, and why, as `(reason, count)`; reasons that did not occur are left out.
     pub epochs: Vec<(String, u64)>,
 }
 
 impl GraphStats {
-    /// The totals of a window that opened at `before`.
-    pub fn between(before: &PagedCounters, now: &PagedCounters) -> GraphStats {
+    /// The totals of a window that opened at `before` on the device and at `opened` in the engine.
+    pub fn between(
+        before: &GraphReport,
+        now: &GraphReport,
+        opened: &PagedCounters,
+        counters: &PagedCounters,
+    ) -> GraphStats {
         let epochs = EpochReason::ALL.iter().enumerate();
-        let epochs = epochs.map(|(i, r)| (r.name().to_string(), now.epochs[i] - before.epochs[i]));
+        let epochs = epochs.map(|(i, r)| (r.name().to_string(), counters.epochs[i] - opened.epochs[i]));
+        let earlier = |reason: &str| before.fallbacks.iter().find(|f| f.0 == reason).map_or(0, |f| f.1);
+        let fallbacks = now.fallbacks.iter().map(|(reason, count)| (reason.clone(), count - earlier(reason)));
+        let fallback_reasons: Vec<(String, u64)> = fallbacks.filter(|f| f.1 > 0).collect();
         GraphStats {
             captures: now.captures - before.captures,
             replays: now.replays - before.replays,
-            eager_ops: 0,
+            eager_ops: now.eager_ops - before.eager_ops,
+            dropped: now.dropped - before.dropped,
+            fallbacks: fallback_reasons.iter().map(|f| f.1).sum(),
+            fallback_reasons,
+            live: now.live,
+            nodes: now.nodes,
+            bytes: now.bytes,
             epochs: epochs.filter(|(_, count)| *count > 0).collect(),
+        }
+    }
+}
+
+/// The ways that weights come from the host to a device. In bytes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct SourceStats {
+    /// Loaded straight out of registered file mappings. Total.
+    pub registered_bytes: u64,
+    /// Loaded through the bounded pool of pinned buffers. Total.
+    pub bounced_bytes: u64,
+    /// Pinned copies that streaming reads from, because their file couldn't be registered. Gauge.
+    pub pinned_copy_bytes: u64,
+    /// Pinned host memory taken. Gauge.
+    pub pinned_bytes: u64,
+    /// Why files couldn't be registered, one entry a file. Gauge.
+    pub refusals: Vec<String>,
+}
+
+impl SourceStats {
+    /// The totals of a window that opened at `before`.
+    pub fn between(before: &SourceReport, now: &SourceReport) -> SourceStats {
+        SourceStats {
+            registered_bytes: now.registered_bytes - before.registered_bytes,
+            bounced_bytes: now.bounced_bytes - before.bounced_bytes,
+            pinned_copy_bytes: now.pinned_copy_bytes,
+            pinned_bytes: now.pinned_bytes,
+            refusals: now.refusals.clone(),
         }
     }
 }
@@ -248,6 +347,34 @@ pub struct Stats {
     pub kv: KvStats,
     /// Recorded programs.
     pub graph: GraphStats,
+    /// The ways from the host.
+    pub sources: SourceStats,
     /// Time.
     pub time: TimeStats,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_a_charge_sum_to_it() {
+        let parts = fixed_parts(&[("vectors", 3), ("nothing", 0), ("tables", 4)], 16);
+        let named = [("vectors", 3), ("tables", 4), ("set aside or rounded up", 9)];
+        assert_eq!(parts, named.map(|(name, bytes)| (name.to_string(), bytes)).to_vec());
+        assert_eq!(fixed_parts(&[("vectors", 3)], 3).len(), 1);
+    }
+
+    #[test]
+    fn fallbacks_of_a_window_keep_their_reasons() {
+        let report = |counts: [u64; 2]| GraphReport {
+            captures: counts[0],
+            fallbacks: vec![("no capture".to_string(), counts[0]), ("no room".to_string(), counts[1])],
+            ..GraphReport::default()
+        };
+        let epochs = PagedCounters::default();
+        let stats = GraphStats::between(&report([2, 5]), &report([2, 8]), &epochs, &epochs);
+        assert_eq!((stats.captures, stats.fallbacks), (0, 3));
+        assert_eq!(stats.fallback_reasons, vec![("no room".to_string(), 3)]);
+    }
 }

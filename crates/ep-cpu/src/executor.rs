@@ -7,7 +7,7 @@ use std::time::Instant;
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_model::spec::DecoderConfig;
-use headrace_provider::{Buffer, DeviceError, StepInput, StepOutput, StepProgram};
+use headrace_provider::{Buffer, DeviceError, GraphReport, StepInput, StepOutput, StepProgram};
 
 use crate::activations::Activations;
 use crate::buffers::StepBuffers;
@@ -30,6 +30,12 @@ pub struct Recorded {
     codes: Vec<Activations>,
     floats: Vec<Vec<f32>>,
     choices: Vec<AtomicUsize>,
+}
+
+/// `graphs` with the gauges of the programs that live.
+pub fn live<'a>(graphs: &GraphReport, programs: impl Iterator<Item = &'a Recorded>) -> GraphReport {
+    let (live, nodes) = programs.fold((0, 0), |(n, ops), p| (n + 1, ops + p.compiled.stages.len() as u64));
+    GraphReport { live, nodes, ..graphs.clone() }
 }
 
 /// What a step reads and writes.

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
+    DeviceError, DeviceInfo, DeviceReport, GraphReport, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput,
+    StepProgram, Ticket,
 };
 
 use crate::errors::{Named, span};
-use crate::executor::{Bound, Executor, Recorded, check_config, processor};
+use crate::executor::{Bound, Executor, Recorded, check_config, live, processor};
 use crate::in_flight::InFlight;
 use crate::memory::{GRANULE, Region, physical_bytes};
 use crate::profile::Profile;
@@ -46,6 +47,7 @@ pub struct CpuProvider {
     programs: HashMap<u64, Recorded>,
     next_program: u64,
     in_flight: InFlight,
+    graphs: GraphReport,
 }
 
 fn no_range(range: RangeKind) -> DeviceError {
@@ -70,6 +72,7 @@ impl CpuProvider {
             programs: HashMap::new(),
             next_program: 0,
             in_flight: InFlight::default(),
+            graphs: GraphReport::default(),
         })
     }
 
@@ -150,6 +153,10 @@ impl Provider for CpuProvider {
         0
     }
 
+    fn report(&self) -> DeviceReport {
+        DeviceReport { graphs: live(&self.graphs, self.programs.values()), ..DeviceReport::default() }
+    }
+
     fn map(&mut self, range: RangeKind, _offset: u64, _bytes: u64) -> Result<(), DeviceError> {
         self.region(range)?;
         Err(not_by_granules(range))
@@ -193,6 +200,7 @@ impl Provider for CpuProvider {
         let recorded = self.executor.record(program, &attached.model, &attached.weights, &self.workspace, false)?;
         let id = self.next_program;
         self.next_program += 1;
+        self.graphs.captures += 1;
         self.programs.insert(id, recorded);
         Ok(ProgramId(id))
     }
@@ -215,11 +223,13 @@ impl Provider for CpuProvider {
 impl CpuProvider {
     /// Runs one step to its end.
     fn step(&mut self, id: ProgramId, input: &StepInput, output: &mut StepOutput) -> Result<(), DeviceError> {
-        let CpuProvider { executor, workspace, attached, programs, .. } = self;
+        let CpuProvider { executor, workspace, attached, programs, graphs, .. } = self;
         let attached = attached.as_mut().ok_or_else(|| NAME.invalid("no model is attached"))?;
         let recorded = programs.get_mut(&id.0).ok_or_else(|| NAME.invalid(format!("no program {}", id.0)))?;
         let Attached { model, geometry, weights, rope, kv } = attached;
         let bound = Bound { model, geometry: *geometry, weights, rope, workspace, kv, ring: None, fault: false };
-        executor.run(recorded, bound, input, output)
+        executor.run(recorded, bound, input, output)?;
+        graphs.replays += 1;
+        Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! One captured step: actions on two streams become nodes of a graph, which is replayed once a step.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
@@ -17,6 +18,8 @@ pub struct StepGraph {
     nodes: usize,
     /// Bytes by which the card's free memory shrank while it was made.
     bytes: u64,
+    /// The number that was given at its last launch.
+    last_used: Cell<u64>,
     context: Arc<Context>,
 }
 
@@ -117,7 +120,7 @@ impl StepGraph {
         let mut exec = std::ptr::null_mut();
         // SAFETY: the graph is complete; the handle is destroyed in `Drop`.
         check(unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0) }, "cuGraphInstantiate")?;
-        let mut made = StepGraph { exec, nodes, bytes: 0, context: context.clone() };
+        let mut made = StepGraph { exec, nodes, bytes: 0, last_used: Cell::new(0), context: context.clone() };
         // SAFETY: both live. Uploading now keeps the first launch short, and its memory in what is measured here.
         check(unsafe { sys::cuGraphUpload(exec, streams.compute.raw()) }, "cuGraphUpload")?;
         streams.compute.wait()?;
@@ -125,10 +128,17 @@ impl StepGraph {
         Ok(made)
     }
 
-    /// Launches the graph on the compute stream, behind everything that is queued there.
-    pub fn launch(&self, streams: &Streams) -> Result<(), CudaError> {
+    /// Launches the graph on the compute stream, behind everything that is queued there. `now` grows from launch to launch of
+    /// all graphs.
+    pub fn launch(&self, streams: &Streams, now: u64) -> Result<(), CudaError> {
+        self.last_used.set(now);
         // SAFETY: the graph lives until the provider has waited for the stream.
         check(unsafe { sys::cuGraphLaunch(self.exec, streams.compute.raw()) }, "cuGraphLaunch")
+    }
+
+    /// The number given at the last launch; 0 before the first.
+    pub fn last_used(&self) -> u64 {
+        self.last_used.get()
     }
 
     /// Nodes.
@@ -158,12 +168,16 @@ impl Drop for StepGraph {
 pub struct GraphCounters {
     /// Graphs captured.
     pub captures: u64,
-    /// Graphs replayed.
+    /// Graphs launched.
+    pub launches: u64,
+    /// Of those, graphs that compute.
     pub replays: u64,
     /// Operations launched inside a step without a graph.
     pub eager_ops: u64,
-    /// Steps that ran in another way than the caller asked for.
-    pub fallbacks: u64,
+    /// Graphs dropped for another one.
+    pub dropped: u64,
+    /// Graphs that live.
+    pub live: u64,
     /// Nodes of all graphs that live.
     pub nodes: u64,
     /// Bytes of the card that they take.

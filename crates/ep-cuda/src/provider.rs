@@ -1,7 +1,9 @@
 //! The provider for devices `cuda:N`: everything a step reads in device memory, one captured graph a step.
 
+mod graphs;
 mod memory;
 mod programs;
+mod report;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -9,7 +11,8 @@ use std::sync::Arc;
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
+    DeviceError, DeviceInfo, DeviceReport, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram,
+    Ticket,
 };
 
 use crate::arena::{Arena, ArenaError};
@@ -17,7 +20,7 @@ use crate::attached::Attached;
 use crate::context::Context;
 use crate::descriptor::Serial;
 use crate::driver::DriverProblem;
-use crate::graph::GraphCounters;
+use crate::graph::{GraphCounters, StepGraph};
 use crate::host_memory::PinnedBuffer;
 use crate::launcher::Launcher;
 use crate::overhead::{Overhead, OverheadMeter};
@@ -33,6 +36,9 @@ pub const PIECE_BYTES: u64 = 32 << 20;
 const FIXED: usize = 4;
 const SCRATCH: usize = 5;
 const STATE: usize = 6;
+
+/// The ranges that the engine maps.
+const RANGES: [RangeKind; 4] = [RangeKind::Weights, RangeKind::Staging, RangeKind::Kv, RangeKind::Workspace];
 
 /// What the device has done and holds, beside what the engine counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,6 +68,12 @@ pub struct CudaProvider {
     rope: (u64, u64),
     overhead: Overhead,
     meter: OverheadMeter,
+    /// Free bytes of the card once context and kernels were there.
+    free_at_open: u64,
+    /// Bytes that kernels loaded for a model's formats and width took beyond `overhead`.
+    kernel_bytes: u64,
+    /// Bytes of the largest graph captured so far.
+    largest_graph: u64,
     counters: GraphCounters,
     /// Times that something was unmapped: recorded programs are checked again after that.
     unmappings: u64,
@@ -114,6 +126,7 @@ impl CudaProvider {
             }),
         })?;
         let overhead = meter.after(&context);
+        let (free_at_open, _) = context.memory_info()?;
         Ok(CudaProvider {
             programs: HashMap::new(),
             attached: None,
@@ -126,6 +139,9 @@ impl CudaProvider {
             rope: (0, 0),
             overhead,
             meter,
+            free_at_open,
+            kernel_bytes: 0,
+            largest_graph: 0,
             counters: GraphCounters::default(),
             unmappings: 0,
             next_program: 0,
@@ -159,9 +175,10 @@ impl CudaProvider {
     /// Counters of graphs, copies and memory.
     pub fn counters(&self) -> CudaCounters {
         let graphs = self.programs.values().flat_map(|p| p.graphs.values());
-        let (nodes, bytes) = graphs.fold((0, 0), |(n, b), g| (n + g.nodes() as u64, b + g.bytes()));
+        let sum = |(live, nodes, bytes), g: &StepGraph| (live + 1, nodes + g.nodes() as u64, bytes + g.bytes());
+        let (live, nodes, bytes) = graphs.fold((0, 0, 0), sum);
         CudaCounters {
-            graphs: GraphCounters { nodes, bytes, ..self.counters },
+            graphs: GraphCounters { live, nodes, bytes, ..self.counters },
             uploads: self.uploader.as_ref().map(Uploader::counters).unwrap_or_default(),
             arena_bytes: self.arena.charged_bytes(),
             quarantined_bytes: self.arena.quarantined_bytes(),
@@ -214,16 +231,23 @@ impl Provider for CudaProvider {
     }
 
     fn mapped(&self, range: RangeKind) -> u64 {
-        self.arena.mapped(range_index(range))
+        self.mapped_bytes(range)
     }
 
     fn fixed_bytes(&self) -> u64 {
-        let own: u64 = [FIXED, SCRATCH, STATE].into_iter().map(|r| self.arena.mapped(r)).sum();
-        let graphs: u64 = self.programs.values().flat_map(|p| p.graphs.values()).map(|g| g.bytes()).sum();
-        self.overhead.bytes + own + graphs + self.arena.pooled_bytes() + self.arena.quarantined_bytes()
+        self.fixed_parts().iter().map(|part| part.1).sum()
     }
 
-    fn program_bytes(&self, program: &StepProgram) -> Result<u64, DeviceError> {
+    fn graph_allowance(&self) -> u64 {
+        graphs::GRAPH_BYTES
+    }
+
+    fn report(&self) -> DeviceReport {
+        self.device_report()
+    }
+
+    fn program_bytes(&mut self, program: &StepProgram) -> Result<u64, DeviceError> {
+        self.bind()?;
         self.bytes_of(program)
     }
 

@@ -188,6 +188,11 @@ pub struct Recorded {
 }
 
 impl Recorded {
+    /// Bytes of the card that its graphs take.
+    pub fn graph_bytes(&self) -> u64 {
+        self.graphs.values().map(StepGraph::bytes).sum()
+    }
+
     /// Number and slot of the next step.
     pub fn next(&self) -> Serial {
         let number = self.serial.wrapping_add(1);

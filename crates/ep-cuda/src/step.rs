@@ -54,13 +54,15 @@ impl CudaProvider {
                 return Err(self.context().invalid("no model is attached"));
             };
             let addresses = self.addresses(recorded, &model);
+            self.room_for_graph(recorded)?;
             let graph = self.parts().capture(recorded, &model, &addresses, key)?;
-            recorded.graphs.insert(key, graph);
+            self.keep_graph(recorded, key, graph)?;
         }
         let parts = self.parts();
         let Some(graph) = recorded.graphs.get(&key) else { return Err(parts.context.failed("no graph")) };
-        graph.launch(parts.streams).map_err(|e| parts.context.failed(e))?;
-        parts.counters.replays += 1;
+        parts.counters.launches += 1;
+        graph.launch(parts.streams, parts.counters.launches).map_err(|e| parts.context.failed(e))?;
+        parts.counters.replays += u64::from(recorded.plan.computes);
         let serial = recorded.next();
         recorded.serial = serial.number;
         // Without a table of its own on the device, the next step's rows have to be gathered by their tokens.

@@ -56,6 +56,8 @@ pub struct Uploader {
     counters: UploadCounters,
     /// True once it was logged that the host gathers embedding rows.
     said_gathered: bool,
+    /// Why files couldn't be registered.
+    refusals: Vec<String>,
 }
 
 /// A run of rows of one plane.
@@ -83,12 +85,18 @@ impl Uploader {
             next: 0,
             counters: UploadCounters::default(),
             said_gathered: false,
+            refusals: Vec::new(),
         }
     }
 
     /// The counters.
     pub fn counters(&self) -> UploadCounters {
         self.counters
+    }
+
+    /// Why files couldn't be registered, one entry a file.
+    pub fn refusals(&self) -> &[String] {
+        &self.refusals
     }
 
     /// True if the copy engine can read the mapping of `file`. Registers it the first time.
@@ -100,21 +108,20 @@ impl Uploader {
         let registration = match model.files.get(file) {
             Some(f) if f.mapped && self.context.card().read_only_registration => {
                 // SAFETY: the mapping belongs to the model, which `weights` keeps; `Drop` ends registrations first.
-                let made = unsafe { Registration::new(&self.context, &f.bytes) };
-                made.inspect_err(|error| {
-                    log::warn!("{}: {error}; its bytes go through {BOUNCE_BUFFERS} pinned buffers", f.path.display());
-                })
-                .ok()
+                unsafe { Registration::new(&self.context, &f.bytes) }.map_err(|e| format!("{}: {e}", f.path.display()))
             }
-            Some(f) => {
-                log::info!("{}: not a mapping that can be registered; copied through pinned buffers", f.path.display());
-                None
-            }
-            None => None,
+            Some(f) if f.mapped => Err(format!("{}: the card can't register read-only mappings", f.path.display())),
+            Some(f) => Err(format!("{}: not a mapping", f.path.display())),
+            None => Err(format!("file {file} of the model isn't there")),
         };
-        if registration.is_none() {
+        let registration = registration.inspect_err(|reason| {
+            log::warn!(
+                "{reason}; its bytes go through {BOUNCE_BUFFERS} pinned buffers, and pinned copies where streamed"
+            );
             self.counters.refused_registrations += 1;
-        }
+            self.refusals.push(reason.clone());
+        });
+        let registration = registration.ok();
         let known = registration.is_some();
         self.files.insert(file, registration);
         known

@@ -6,6 +6,7 @@ use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 
 use crate::program::{Segment, StepProgram};
+use crate::report::DeviceReport;
 use crate::step::{StepInput, StepOutput};
 
 /// The separate address ranges of a device. Ranges never share a granule.
@@ -104,12 +105,24 @@ pub trait Provider: Send {
     fn fixed_bytes(&self) -> u64;
 
     /// Bytes beyond [`Provider::fixed_bytes`] that recording `program` and running it for the first time will take of the
-    /// device: activations, descriptors, graphs. 0 on a device that needs none. The program's segments need not be mapped yet.
+    /// device: activations, descriptors; not graphs. Code that the program needs is loaded here already, and part of the fixed bytes from
+    /// then on. 0 on a device that needs none. The program's segments need not be mapped yet.
     ///
     /// # Errors
     /// [`DeviceError::Invalid`] for a program that the device can't run.
-    fn program_bytes(&self, _program: &StepProgram) -> Result<u64, DeviceError> {
+    fn program_bytes(&mut self, _program: &StepProgram) -> Result<u64, DeviceError> {
         Ok(0)
+    }
+
+    /// Bytes of the device that all captured graphs together may take and will never exceed: beyond
+    /// [`Provider::fixed_bytes`], and charged from the beginning. 0 on a device whose programs take none.
+    fn graph_allowance(&self) -> u64 {
+        0
+    }
+
+    /// What the device has done and holds. Not for every step: it may ask a driver.
+    fn report(&self) -> DeviceReport {
+        DeviceReport::default()
     }
 
     /// Backs `offset .. offset + bytes` of the range, which are multiples of the granule and not backed yet. On an error

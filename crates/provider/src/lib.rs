@@ -7,9 +7,11 @@
 
 pub mod device;
 pub mod program;
+pub mod report;
 pub mod step;
 mod workspace;
 
 pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Ticket};
 pub use program::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
+pub use report::{DeviceReport, GraphReport, PhysicalFigure, PhysicalSource, SourceReport};
 pub use step::{StepInput, StepOutput, Token, TokenRow};

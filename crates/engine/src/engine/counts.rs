@@ -4,7 +4,7 @@ use headrace_numerics::CONTRACT_VERSION;
 
 use super::{Counters, Engine};
 use crate::error::Result;
-use crate::stats::{DeviceStats, GraphStats, PoolStats, Stats, TimeStats, WeightStats};
+use crate::stats::{DeviceStats, GraphStats, PoolStats, SourceStats, Stats, TimeStats, WeightStats};
 
 impl Engine {
     /// Everything counted since [`Engine::reset_stats`], and the gauges.
@@ -14,6 +14,8 @@ impl Engine {
     pub fn stats(&self) -> Result<Stats> {
         let info = self.home.info();
         let weights = self.home.counters();
+        let (device, opened) = (self.home.device_report(), &self.device_before);
+        let ledger = self.home.report(&device)?;
         let mut stats = Stats {
             contract_version: CONTRACT_VERSION,
             device: DeviceStats {
@@ -26,9 +28,10 @@ impl Engine {
             },
             tokens: self.counters.tokens.clone(),
             weights: WeightStats::between(&self.before, &weights),
-            memory: self.home.report()?.iter().flat_map(|r| &r.pools).map(PoolStats::of).collect(),
+            memory: ledger.iter().flat_map(|r| &r.pools).map(|pool| PoolStats::of(pool, &device)).collect(),
             kv: self.kv.stats(),
-            graph: GraphStats::between(&self.before, &weights),
+            graph: GraphStats::between(&opened.graphs, &device.graphs, &self.before, &weights),
+            sources: SourceStats::between(&opened.sources, &device.sources),
             time: TimeStats { load_seconds: self.load_time.as_secs_f64(), ..self.counters.time.clone() },
         };
         stats.weights.referenced_bytes = self.model.weight_bytes() as u64;
@@ -40,6 +43,7 @@ impl Engine {
     pub fn reset_stats(&mut self) {
         self.counters = Counters::default();
         self.before = self.home.counters();
+        self.device_before = self.home.device_report();
         self.home.reset_peaks();
         self.kv.reset_stats();
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use headrace_model::tokenizer::Tokenizer;
 use headrace_model::{Model, ModelSpec};
-use headrace_provider::{Provider, StepInput, StepOutput};
+use headrace_provider::{DeviceReport, Provider, StepInput, StepOutput};
 
 use super::flight::Flights;
 use super::{Counters, Engine};
@@ -83,6 +83,7 @@ impl Engine {
             said_depth: false,
             counters: Counters::default(),
             before: PagedCounters::default(),
+            device_before: DeviceReport::default(),
             load_time: Duration::ZERO,
             asked_for: chosen.asked_for,
         })

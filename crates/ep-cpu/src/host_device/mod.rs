@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
-use headrace_provider::{DeviceError, Place, RangeKind, Segment};
+use headrace_provider::{DeviceError, GraphReport, Place, RangeKind, Segment};
 
 pub use check::ScheduleError;
 pub use fault::{DeviceProbe, Fault, FaultPoint};
@@ -106,6 +106,7 @@ pub struct HostDevice {
     attached: Option<Attached>,
     programs: HashMap<u64, Program>,
     next_program: u64,
+    graphs: GraphReport,
     ring: Option<HostRing>,
     unmappings: u64,
     options: HostOptions,
@@ -132,6 +133,7 @@ impl HostDevice {
             attached: None,
             programs: HashMap::new(),
             next_program: 0,
+            graphs: GraphReport::default(),
             ring: None,
             unmappings: 0,
             options,

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex};
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, Place, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
+    DeviceError, DeviceInfo, DeviceReport, PhysicalFigure, PhysicalSource, Place, ProgramId, Provider, RangeKind,
+    Segment, StepInput, StepOutput, StepProgram, Ticket,
 };
 
 use super::check::{Needs, check, ring_fits};
@@ -17,7 +18,7 @@ use super::ring::Running;
 use super::source::{DeviceWeights, weight_bytes};
 use super::{Attached, HostDevice, MAX_IN_FLIGHT, NAME, PIECE_BYTES, Program};
 use crate::exec::RingEvents;
-use crate::executor::{Bound, check_config, processor};
+use crate::executor::{Bound, check_config, live, processor};
 use crate::rope_table::RopeTable;
 use crate::weights::FileWeights;
 
@@ -76,6 +77,16 @@ impl Provider for HostDevice {
 
     fn fixed_bytes(&self) -> u64 {
         self.attached.as_ref().map_or(0, |a| a.file.vector_bytes() + a.rope.bytes())
+    }
+
+    fn report(&self) -> DeviceReport {
+        let (vectors, tables) = self.attached.as_ref().map_or((0, 0), |a| (a.file.vector_bytes(), a.rope.bytes()));
+        DeviceReport {
+            physical: vec![PhysicalFigure { source: PhysicalSource::MapCount, bytes: self.probe.total() }],
+            fixed: vec![("vectors", vectors), ("rotary tables", tables)],
+            graphs: live(&self.graphs, self.programs.values().map(|p| &p.recorded)),
+            ..DeviceReport::default()
+        }
     }
 
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {
@@ -151,6 +162,7 @@ impl Provider for HostDevice {
         let copies = CopyList::new(&recorded.compiled.program, |s| weight_bytes(model, s));
         let id = self.next_program;
         self.next_program += 1;
+        self.graphs.captures += 1;
         let program = Program { recorded, copies: Arc::new(copies), needs, seen: self.unmappings };
         self.programs.insert(id, program);
         Ok(ProgramId(id))
@@ -188,6 +200,7 @@ impl HostDevice {
         let (Some(attached), Some(program)) = (attached.as_mut(), programs.get_mut(&id.0)) else {
             return Err(NAME.invalid(format!("no program {}", id.0)));
         };
+        let computes = !program.recorded.compiled.stages.is_empty();
         let started = AtomicBool::new(false);
         if let Some(ring) = ring.as_mut() {
             ring.before.copy_from_slice(&ring.started);
@@ -219,7 +232,9 @@ impl HostDevice {
                 *started += copies;
             }
         }
-        self.settle(id.0, started, result)
+        let result = self.settle(id.0, started, result);
+        self.graphs.replays += u64::from(computes && result.is_ok());
+        result
     }
 }
 

@@ -18,6 +18,10 @@ impl CudaProvider {
         }
     }
 
+    pub(super) fn mapped_bytes(&self, range: RangeKind) -> u64 {
+        self.arena.mapped(range_index(range))
+    }
+
     /// Maps so that `0 .. bytes` of a private range is backed; it never shrinks.
     pub(super) fn grow(&mut self, range: usize, bytes: u64, what: &str) -> Result<(), DeviceError> {
         let mapped = self.arena.mapped(range);

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
+use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::format::Format;
 use headrace_provider::{DeviceError, RangeKind, StepProgram};
 
 use super::{CudaProvider, FIXED, SCRATCH, STATE, range_index};
@@ -16,10 +18,6 @@ use crate::host_weights::HostWeights;
 use crate::plan::plan;
 use crate::recorded::{HostLayout, Recorded, ScratchLayout, StateLayout, buffer_offsets, formats, needs};
 use crate::upload::Uploader;
-
-/// Bytes set aside for the graphs of a program, one a bucket of row counts. What they really take is measured when they are
-/// captured, and is part of the fixed bytes from then on.
-const GRAPH_BYTES: u64 = 32 << 20;
 
 impl CudaProvider {
     /// The addresses that the graphs of a program are captured with.
@@ -71,11 +69,24 @@ impl CudaProvider {
         Ok(())
     }
 
-    /// Bytes that recording a program and running it for the first time will take.
-    pub(super) fn bytes_of(&self, program: &StepProgram) -> Result<u64, DeviceError> {
+    /// Loads the kernels that a plan launches, and counts what they take of the card among the fixed bytes.
+    fn load_kernels(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), DeviceError> {
+        let (before, _) = self.context.memory_info().map_err(|e| self.context.failed(e))?;
+        let loaded = self.launcher.prepare(width, formats).map_err(|e| self.context.failed(e));
+        let (after, _) = self.context.memory_info().map_err(|e| self.context.failed(e))?;
+        self.kernel_bytes += before.saturating_sub(after);
+        loaded
+    }
+
+    /// Bytes that recording a program will take beyond the fixed ones, graphs not counted. Its kernels are loaded here, so
+    /// that they are among the fixed bytes.
+    pub(super) fn bytes_of(&mut self, program: &StepProgram) -> Result<u64, DeviceError> {
+        let Some(attached) = &self.attached else { return Err(self.context.invalid("no model is attached")) };
+        let model = attached.model.clone();
+        let plan = plan(program, &model).map_err(|e| self.context.invalid(e))?;
+        self.load_kernels(program.activations, &formats(&plan, &model))?;
         let Some(attached) = &self.attached else { return Err(self.context.invalid("no model is attached")) };
         let (model, positions) = (&attached.model, attached.positions);
-        let plan = plan(program, model).map_err(|e| self.context.invalid(e))?;
         let page = attached.geometry.page_bytes().max(1) as u64;
         let store_pages = usize::try_from(self.context.card().total_bytes / page).unwrap_or(usize::MAX);
         let descriptor = DescriptorLayout::new(program, &attached.geometry, positions, store_pages);
@@ -83,14 +94,14 @@ impl CudaProvider {
         let scratch = ScratchLayout::new(&plan, program, model, positions).bytes.next_multiple_of(granule);
         // A step and its prologue have a descriptor each.
         let state = StateLayout::new(&descriptor, model).bytes.next_multiple_of(granule) * 2;
-        Ok(scratch + state + GRAPH_BYTES)
+        Ok(scratch + state)
     }
 
     pub(super) fn record_program(&mut self, program: StepProgram) -> Result<Recorded, DeviceError> {
         let Some(attached) = &self.attached else { return Err(self.context.invalid("no model is attached")) };
         let (model, geometry, positions) = (attached.model.clone(), attached.geometry, attached.positions);
         let plan = plan(&program, &model).map_err(|e| self.context.invalid(e))?;
-        self.launcher.prepare(program.activations, &formats(&plan, &model)).map_err(|e| self.context.failed(e))?;
+        self.load_kernels(program.activations, &formats(&plan, &model))?;
         let needs = needs(&plan, &program, &model);
         self.check_needs(&needs)?;
         let page = geometry.page_bytes().max(1) as u64;

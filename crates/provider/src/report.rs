@@ -1,0 +1,71 @@
+//! What a device says of itself: what it physically takes and by whose word, its own part by name, graphs, copies.
+
+/// Who measured a physical figure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum PhysicalSource {
+    /// The device's own count of what it has mapped.
+    MapCount,
+    /// The driver: by how much the card's free memory shrank since the device was opened, what the context took
+    /// included. Other processes' changes are in it.
+    Driver,
+    /// NVML's figure of this process.
+    Nvml,
+}
+
+/// Bytes that this process takes of the device, by one source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PhysicalFigure {
+    /// Who says so.
+    pub source: PhysicalSource,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// Recorded programs and their replays. Counts since the device was made, but for the gauges.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GraphReport {
+    /// Graphs captured: on a card one for each program and bucket of row counts, else one for each program.
+    pub captures: u64,
+    /// Replays of graphs that compute. A step is one; a step that a residency policy cuts up is several.
+    pub replays: u64,
+    /// Operations of a step that were launched outside a graph. Must be 0.
+    pub eager_ops: u64,
+    /// Graphs that were dropped to make room for another one.
+    pub dropped: u64,
+    /// Steps that ran in another way than was asked for, by reason.
+    pub fallbacks: Vec<(String, u64)>,
+    /// Graphs that live. Gauge.
+    pub live: u64,
+    /// Their nodes; the operations of the programs where the device has no nodes. Gauge.
+    pub nodes: u64,
+    /// Bytes of the device that they were seen to take. Gauge.
+    pub bytes: u64,
+}
+
+/// The ways that weights come from the host. Counts since the device was made, in bytes, but for those that say otherwise.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SourceReport {
+    /// Loaded straight out of registered file mappings.
+    pub registered_bytes: u64,
+    /// Loaded through the bounded pool of pinned buffers.
+    pub bounced_bytes: u64,
+    /// Pinned copies that streaming reads from, because their file couldn't be registered. Gauge.
+    pub pinned_copy_bytes: u64,
+    /// Pinned host memory taken, the pool and those copies. Gauge.
+    pub pinned_bytes: u64,
+    /// Why files couldn't be registered, one entry a file.
+    pub refusals: Vec<String>,
+}
+
+/// Everything a device reports.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DeviceReport {
+    /// What the process takes, by each source that says something; empty on a device without memory of its own.
+    pub physical: Vec<PhysicalFigure>,
+    /// What [`crate::Provider::fixed_bytes`] consists of: names and bytes that sum to it.
+    pub fixed: Vec<(&'static str, u64)>,
+    /// Graphs.
+    pub graphs: GraphReport,
+    /// Copies.
+    pub sources: SourceReport,
+}
