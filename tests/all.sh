@@ -37,6 +37,9 @@ case "$wheel" in
 esac
 "$venv/python" -m pip install --quiet "$wheel[test]"
 
+step "every CUDA kernel assembled for every architecture"
+"$venv/python" crates/ep-cuda/tools/compile.py --quiet
+
 step "types and stubs"
 (cd tests && "$venv/python" -m mypy --strict --package headrace)
 (cd tests && "$venv/python" -m mypy.stubtest headrace._core --concise)

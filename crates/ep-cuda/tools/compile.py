@@ -3,7 +3,7 @@
 Prints registers, spills and shared memory of each kernel; exits with 1 if a kernel spills or does not assemble.
 Needs the Python packages nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvcc-cu12, nothing else: no GPU, no toolkit.
 
-    python crates/ep-cuda/tools/compile.py [--allow-spills] [kernel.cu ...]
+    python crates/ep-cuda/tools/compile.py [--quiet] [--allow-spills] [kernel.cu ...]
 """
 
 import argparse
@@ -100,17 +100,24 @@ def one(job):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--allow-spills", action="store_true")
+    parser.add_argument("--quiet", action="store_true", help="print only kernels that spill or fail, and the count")
     parser.add_argument("--target", choices=sorted(TARGETS))
     parser.add_argument("kernels", nargs="*")
     args = parser.parse_args()
     names = args.kernels or sorted(os.path.basename(p) for p in glob.glob(os.path.join(KERNELS, "*.cu")))
     targets = [args.target] if args.target else sorted(TARGETS)
-    failures = 0
+    failures, kernels = 0, 0
     with concurrent.futures.ProcessPoolExecutor() as pool:
         for lines, bad in pool.map(one, [(j, t) for t in targets for j in jobs(names)]):
-            print("\n".join(lines), flush=True)
+            shown = [line for line in lines if bad or not args.quiet]
+            if shown:
+                print("\n".join(shown), flush=True)
+            kernels += len(lines)
             failures += bad
-    print(f"{failures} kernels spill or fail")
+    architectures = ", ".join(f"sm_{arch}" for target in targets for arch in TARGETS[target])
+    print(f"{kernels} kernels assembled for {architectures}; {failures} spill or fail")
+    if not kernels:
+        sys.exit("nothing was assembled")
     sys.exit(bool(failures) and not args.allow_spills)
 
 
