@@ -63,7 +63,7 @@ def test_every_counter_is_documented() -> None:
         found = []
         for field in dataclasses.fields(kind):
             # A record, or a tuple of records.
-            inner = getattr(headrace, str(field.type).removeprefix("tuple[").removesuffix(", ...]"), None)
+            inner = getattr(headrace, str(field.type).removesuffix(" | None").removeprefix("tuple[").removesuffix(", ...]"), None)
             found += names(inner) if dataclasses.is_dataclass(inner) else [field.name]
         return found
 

@@ -18,7 +18,7 @@ from headrace._core import (
     build_info,
 )
 from headrace._engine import Engine
-from headrace._plan import MemoryPlan, ModelSummary, Need, PieceEntry, Plan, TensorEntry, plan
+from headrace._plan import MemoryPlan, ModelSummary, Need, PieceEntry, PlacementChoice, Plan, TensorEntry, plan
 from headrace._residency import PolicyOutcome, Simulation, TensorTrace, simulate
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
 from headrace._stats import (
@@ -55,6 +55,7 @@ __all__ = [
     "NonFiniteError",
     "PhysicalStats",
     "PieceEntry",
+    "PlacementChoice",
     "Plan",
     "PolicyOutcome",
     "PoolStats",

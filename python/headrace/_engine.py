@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace import _core
 from headrace._catalog import resolve
-from headrace._options import Activations, Device, KvDtype, KvLayout, Policy, load_options
+from headrace._options import Activations, Device, KvDtype, KvLayout, Placement, Policy, load_options
 from headrace._plan import Plan
 from headrace._progress import GenerationProgress
 from headrace._residency import TensorTrace
@@ -42,6 +42,9 @@ class Engine:
         *,
         device: Device = "auto",
         vram_limit: int | str | None = None,
+        placement: Placement = "auto",
+        host_mapped_budget: int | str | None = None,
+        headroom: int | str | None = None,
         max_context: int | None = None,
         max_batch: int = 8,
         prefill_chunk: int = 256,
@@ -68,6 +71,14 @@ class Engine:
                 is.
             vram_limit: Most bytes that everything on the device may take: an int, or a size such as `"8GiB"` or `"80%"`.
                 Weights that don't fit are streamed. Default: no limit.
+            placement: Where weights are read from; never changes a token. `"auto"` keeps them all resident if they fit beside
+                all KV, else streams, and `plan` and `stats()` say which and why; `"resident"` refuses a limit that can't hold
+                everything; `"stream"` copies what is cold through a ring; `"zero-copy"` has kernels read it in place over the
+                link, `"hybrid"` up to `host_mapped_budget`, and streams the rest; `"unmanaged"` keeps everything resident,
+                counts it and enforces no limit.
+            host_mapped_budget: Most bytes that a step reads in place. Default: 2 GiB, but 256 MiB where Windows drives the
+                card, and 0 on a platform that nobody has tried.
+            headroom: Bytes that stay free below `vram_limit`. Default: 0, but 512 MiB where Windows drives the card.
             max_context: Most positions of a sequence, prompt and new tokens together. Default: what the model declares.
             max_batch: Most sequences in work at once.
             prefill_chunk: Token rows of a prompt that go through one step. Changes speed and workspace, never a token.
@@ -96,6 +107,9 @@ class Engine:
         options = load_options(
             device=device,
             vram_limit=vram_limit,
+            placement=placement,
+            host_mapped_budget=host_mapped_budget,
+            headroom=headroom,
             max_context=max_context,
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,

@@ -12,10 +12,14 @@ Device = Literal["auto", "cpu", "cuda", "host-device"]
 Activations = Literal["int16", "int8"]
 KvDtype = Literal["float16", "float32"]
 KvLayout = Literal["head-major", "seq-major"]
+Placement = Literal["auto", "resident", "stream", "zero-copy", "hybrid", "unmanaged"]
 Policy = Literal["static", "stable", "lru", "mru", "smallest", "largest", "byte-aware"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 """Every residency policy."""
+
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+"""Every placement mode."""
 
 
 class LoadOptions(TypedDict):
@@ -23,6 +27,9 @@ class LoadOptions(TypedDict):
 
     device: str
     vram_limit: int | None
+    placement: str
+    host_mapped_budget: int | None
+    headroom: int | None
     max_context: int | None
     max_batch: int
     prefill_chunk: int
@@ -43,6 +50,9 @@ def load_options(
     *,
     device: Device = "auto",
     vram_limit: int | str | None = None,
+    placement: Placement = "auto",
+    host_mapped_budget: int | str | None = None,
+    headroom: int | str | None = None,
     max_context: int | None = None,
     max_batch: int = 8,
     prefill_chunk: int = 256,
@@ -62,6 +72,9 @@ def load_options(
     return {
         "device": device,
         "vram_limit": None if vram_limit is None else parse_size("vram_limit", vram_limit, _total_memory(device)),
+        "placement": placement,
+        "host_mapped_budget": _or_zero("host_mapped_budget", host_mapped_budget),
+        "headroom": _or_zero("headroom", headroom),
         "max_context": max_context,
         "max_batch": max_batch,
         "prefill_chunk": prefill_chunk,
@@ -77,6 +90,11 @@ def load_options(
         "pin_threshold": 0 if pin_threshold is None else parse_size("pin_threshold", pin_threshold),
         "policy_budget": None if policy_budget is None else parse_size("policy_budget", policy_budget),
     }
+
+
+def _or_zero(name: str, value: int | str | None) -> int | None:
+    """Bytes of a size that may be 0, or `None`."""
+    return value if value is None or isinstance(value, int) else parse_size(name, value)
 
 
 def _total_memory(device: Device) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace import _core
 from headrace._catalog import resolve
-from headrace._options import Activations, Device, KvDtype, KvLayout, load_options
+from headrace._options import Activations, Device, KvDtype, KvLayout, Placement, load_options
 from headrace._records import Record
 
 
@@ -84,7 +84,25 @@ class PieceEntry(Record):
     """Name, first row and end row of each run in it."""
     bytes: int
     resident: bool
-    """True if it stays in device memory; false if every step copies it there."""
+    """True if it stays in device memory."""
+    place: str
+    """`resident`, `streamed` (every step copies it there) or `host-mapped` (read in place over the link)."""
+
+
+@dataclass(frozen=True)
+class PlacementChoice(Record):
+    """The placement mode in force, and why."""
+
+    mode: str
+    """`resident`, `stream`, `zero-copy`, `hybrid` or `unmanaged`."""
+    asked_for: str
+    """What was asked for; `auto` chooses."""
+    reason: str
+    """Why this mode, with the figures that decided."""
+    host_mapped_budget: int
+    """Most bytes of weights that a step reads in place."""
+    headroom: int
+    """Bytes that stay free below the limit."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +110,11 @@ class MemoryPlan(Record):
     """What a memory limit means for a model. Sizes in bytes."""
 
     limit: int
+    placement: PlacementChoice
     minimum: int
     """The smallest limit that works."""
     everything: int
-    """The limit from which on nothing is ever streamed."""
+    """The limit from which on nothing is ever cold."""
     needs: tuple[Need, ...]
     """What must fit in any case."""
     ring_slots: int
@@ -107,6 +126,8 @@ class MemoryPlan(Record):
     """Weights that stay in device memory."""
     streamed_bytes: int
     """Weights that every step copies."""
+    host_mapped_bytes: int
+    """Weights that every step reads in place on the host."""
     pieces: tuple[PieceEntry, ...]
     """In read order."""
 
@@ -131,6 +152,9 @@ def plan(
     *,
     device: Device = "auto",
     vram_limit: int | str | None = None,
+    placement: Placement = "auto",
+    host_mapped_budget: int | str | None = None,
+    headroom: int | str | None = None,
     max_context: int | None = None,
     max_batch: int = 8,
     prefill_chunk: int = 256,
@@ -148,6 +172,9 @@ def plan(
     options = load_options(
         device=device,
         vram_limit=vram_limit,
+        placement=placement,
+        host_mapped_budget=host_mapped_budget,
+        headroom=headroom,
         max_context=max_context,
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,

@@ -29,6 +29,9 @@ class Record:
 
 
 def _convert(hint: Any, value: Any) -> Any:
+    if type(None) in typing.get_args(hint):
+        (inner,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
+        return None if value is None else _convert(inner, value)
     if isinstance(hint, type) and issubclass(hint, Record):
         return hint.from_dict(value)
     if typing.get_origin(hint) is tuple:

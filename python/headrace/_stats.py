@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace._plan import PlacementChoice
 from headrace._records import Record
 
 
@@ -23,6 +24,8 @@ class DeviceStats(Record):
     """What was asked for, if that was something else than what is used; else empty."""
     steps_in_flight: int
     """Steps that may be in flight at once: the option, or what the device allows if that is less."""
+    fallbacks: tuple[str, ...]
+    """What the device does in another way than it would, and why, a sentence each; empty if nothing was refused."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ class PoolStats(Record):
     """What each source says of the memory that is really taken."""
     fixed_parts: tuple[tuple[str, int], ...]
     """What the holder `fixed` consists of, as (name, bytes), what is set aside and not taken yet included."""
+    unmanaged: int
+    """Counted and not limited: everything under `placement="unmanaged"`, else 0."""
     holders: tuple[HolderStats, ...]
 
 
@@ -227,6 +232,8 @@ class Stats(Record):
     device: DeviceStats
     tokens: TokenStats
     weights: WeightStats
+    placement: PlacementChoice | None
+    """Where weights are read from, and why; `None` on a device that reads them in place. Gauge."""
     memory: tuple[PoolStats, ...]
     """Memory pools; empty where nothing is limited."""
     kv: KvStats

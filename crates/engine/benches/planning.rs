@@ -6,6 +6,7 @@ use std::hint::black_box;
 use criterion::{Criterion, criterion_group, criterion_main};
 use headrace_engine::EngineOptions;
 use headrace_engine::layout::PieceLayout;
+use headrace_engine::mode::PlacementMode;
 use headrace_engine::plan::{DeviceNeeds, MemoryPlan, Sizes};
 use headrace_engine::schedule::Schedule;
 use headrace_kv::{KvGeometry, KvLayout};
@@ -34,7 +35,17 @@ fn planning(c: &mut Criterion) {
     let layout = PieceLayout::new(&model, target);
     let kv = geometry.page_bytes() as u64 * 2;
     let limit = layout.range_bytes / 2 + kv;
-    let sizes = Sizes { limit, workspace: GRANULE, geometry, max_context: 32, max_batch: 1, slots: 4 };
+    let sizes = Sizes {
+        limit,
+        workspace: GRANULE,
+        geometry,
+        max_context: 32,
+        max_batch: 1,
+        slots: 4,
+        mode: PlacementMode::Stream,
+        mapped_budget: 0,
+        headroom: 0,
+    };
     let needs = DeviceNeeds { fixed: GRANULE, graphs: 0 };
     let plan = MemoryPlan::new(&layout, GRANULE, needs, &sizes).expect("half of the weights fit");
     assert!(plan.placement.cold().count() > 100);
@@ -43,7 +54,7 @@ fn planning(c: &mut Criterion) {
         b.iter(|| MemoryPlan::new(black_box(&layout), GRANULE, needs, &sizes).map(|p| p.ring_bytes));
     });
     c.bench_function("write the step program", |b| {
-        b.iter(|| Schedule::new(&model, &options, black_box(&layout), &plan.placement, plan.ring));
+        b.iter(|| Schedule::new(&model, &options, black_box(&layout), &plan.placement, plan.ring, 0));
     });
 }
 

@@ -3,11 +3,13 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use headrace_memory_governor::{
-    Ask, Governor, Holder, HolderSpec, Lease, Pool, PoolSpec, Reclaim, ReclaimError, Report, Role, Source,
+    Ask, Governor, GovernorError, Holder, HolderSpec, Lease, Pool, PoolSpec, Reclaim, ReclaimError, Report, Role,
+    Source,
 };
 use headrace_provider::{DeviceReport, PhysicalSource, RangeKind, StepInput, Ticket};
 
 use crate::error::Result;
+use crate::mode::PlacementMode;
 use crate::paged::{EpochReason, PagedWeights, Target};
 use crate::plan::MemoryPlan;
 use crate::schedule::Ring;
@@ -21,6 +23,8 @@ struct Holders {
     weights: Holder,
     kv: Holder,
     staging: Holder,
+    /// Bytes that stay free below the limit: set aside, never used.
+    _headroom: Option<Holder>,
 }
 
 /// The weights' side of a reclaim. Kept apart from the engine, because the governor calls it in the middle of a growth.
@@ -106,7 +110,16 @@ impl Budget {
     pub fn new(mut weights: PagedWeights, plan: MemoryPlan) -> Result<Budget> {
         let pool = Pool::Device(0);
         let governor = Governor::new([PoolSpec { pool, limit: plan.breakdown.limit, granule: plan.granule }])?;
-        let holder = |spec: HolderSpec| governor.holder(pool, spec);
+        let unmanaged = plan.choice.mode == PlacementMode::Unmanaged.name();
+        let holder = |spec: HolderSpec| {
+            let holder = governor.holder(pool, spec)?;
+            if unmanaged {
+                holder.decline("placement = unmanaged")?;
+            }
+            Ok::<Holder, GovernorError>(holder)
+        };
+        let headroom = HolderSpec::new("headroom", Role::Other, FIXED_PRIORITY).floor(plan.headroom);
+        let headroom = (plan.headroom > 0).then(|| holder(headroom)).transpose()?;
         let other = holder(HolderSpec::new("fixed", Role::Other, FIXED_PRIORITY).floor(plan.fixed))?;
         let space = holder(HolderSpec::new("workspace", Role::Workspace, FIXED_PRIORITY).floor(plan.workspace))?;
         let graphs = holder(HolderSpec::new("graphs", Role::Graphs, FIXED_PRIORITY).floor(plan.graphs))?;
@@ -128,7 +141,7 @@ impl Budget {
         let mut budget = Budget {
             staging_lease: staging.empty_lease(),
             kv_lease: kv.empty_lease(),
-            holders: Holders { weights: weights_holder, kv, staging },
+            holders: Holders { weights: weights_holder, kv, staging, _headroom: headroom },
             governor,
             pool,
             weights,
@@ -186,25 +199,43 @@ impl Budget {
     /// Changes the limit of the live engine, whole or not at all. `plan` is the plan for the new limit.
     ///
     /// # Errors
-    /// The governor's, if what is held can't be brought below the new limit; nothing has changed then.
+    /// The governor's, if what is held can't be brought below the new limit; the device's, if it refuses what the new plan
+    /// maps or unmaps. The old limit and plan are in force then.
     pub fn set_plan(&mut self, plan: MemoryPlan) -> Result<()> {
+        let old = self.plan.clone();
+        let highest = old.breakdown.limit.max(plan.breakdown.limit);
+        let Err(error) = self.take_up(plan) else { return Ok(()) };
+        if let Err(second) = self.go_back(old, highest) {
+            log::error!("the limit could not be changed ({error}), and not be changed back either: {second}");
+        }
+        Err(error)
+    }
+
+    fn take_up(&mut self, plan: MemoryPlan) -> Result<()> {
         let limit = plan.breakdown.limit;
-        let before = self.plan.breakdown.limit;
         // A higher limit first, so that higher promises fit; lower promises first, so that a lower limit fits.
-        if limit > before {
+        if limit > self.plan.breakdown.limit {
             self.governor.set_limit(self.pool, limit)?;
         }
-        let result = self.set_terms(&plan).and_then(|()| Ok(self.governor.set_limit(self.pool, limit)?));
-        if let Err(error) = result {
-            let old = self.plan.clone();
-            self.governor.set_limit(self.pool, before.max(limit))?;
-            self.set_terms(&old)?;
-            self.governor.set_limit(self.pool, before)?;
-            return Err(error);
-        }
+        self.set_terms(&plan)?;
+        self.governor.set_limit(self.pool, limit)?;
         self.plan = plan;
         self.promote(EpochReason::Limit)?;
         self.fit_ring()
+    }
+
+    /// Back to the plan that was in force before a change that failed somewhere on its way.
+    fn go_back(&mut self, old: MemoryPlan, highest: u64) -> Result<()> {
+        let limit = old.breakdown.limit;
+        self.governor.set_limit(self.pool, highest)?;
+        self.set_terms(&old)?;
+        self.plan = old;
+        self.governor.set_limit(self.pool, limit)?;
+        // What can't come back now is streamed; the next step asks for its ring again.
+        if let Err(error) = self.promote(EpochReason::Limit).and_then(|()| self.fit_ring()) {
+            log::warn!("after a change of the limit that failed: {error}");
+        }
+        Ok(())
     }
 
     fn set_terms(&self, plan: &MemoryPlan) -> Result<()> {
@@ -223,7 +254,10 @@ impl Budget {
         let whole = have >= all && !self.weights().may_stream(all);
         let target = match whole {
             true => self.weights().within(all),
-            false => self.weights().within(have.saturating_sub(self.plan.full_ring_bytes())),
+            false => {
+                let ring = self.plan.ring_room.max(self.staging_lease.bytes());
+                self.weights().within(have.saturating_sub(ring))
+            }
         };
         if whole && self.staging_lease.bytes() > 0 {
             self.weights().set_ring(Ring::default())?;
@@ -241,21 +275,21 @@ impl Budget {
         self.observe()
     }
 
-    /// Gives the ring the size that the placement needs: slots if anything is cold, none otherwise.
+    /// Gives the ring the size that the placement needs: slots if anything is streamed, none otherwise.
     fn fit_ring(&mut self) -> Result<()> {
         loop {
-            let (cold, ring) = {
+            let (streams, ring) = {
                 let weights = self.weights();
-                (weights.may_stream(weights.held_bytes()), weights.ring())
+                (weights.streams(), weights.ring())
             };
-            let want = match cold {
+            let want = match streams {
                 true => self.plan.ring,
                 false => Ring::default(),
             };
             if want == ring {
                 return Ok(());
             }
-            if cold {
+            if streams {
                 // The weights may have to give way for their own ring, which changes the placement: look again after.
                 let more = self.plan.full_ring_bytes().saturating_sub(self.staging_lease.bytes());
                 let reservation = self.holders.staging.reserve(more)?;

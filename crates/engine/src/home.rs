@@ -13,6 +13,7 @@ use crate::budget::Budget;
 use crate::dynamic::policy_limits;
 use crate::error::{EngineError, Result};
 use crate::layout::PieceLayout;
+use crate::mode::PlacementMode;
 use crate::options::EngineOptions;
 use crate::paged::{PagedCounters, PagedWeights};
 use crate::placement::Placement;
@@ -72,6 +73,7 @@ impl Home {
         options: &EngineOptions,
         sizes: Sizes,
     ) -> Result<Home> {
+        check_in_place(provider.as_ref(), options)?;
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
@@ -89,6 +91,7 @@ impl Home {
         options: &EngineOptions,
         sizes: &Sizes,
     ) -> Result<MemoryReport> {
+        check_in_place(provider.as_ref(), options)?;
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
@@ -126,6 +129,14 @@ impl Home {
         match self {
             Home::InPlace { .. } => None,
             Home::Paged { budget, .. } => Some(budget),
+        }
+    }
+
+    /// What the device does in another way than it would, and why.
+    pub(crate) fn fallbacks(&self) -> Vec<String> {
+        match self {
+            Home::InPlace { provider, .. } => provider.fallbacks(),
+            Home::Paged { budget, .. } => budget.weights().provider().fallbacks(),
         }
     }
 
@@ -255,6 +266,9 @@ impl Home {
             Home::InPlace { .. } => {
                 Err(EngineError::argument("vram_limit", limit, "this device reads weights in place and has no limit"))
             }
+            Home::Paged { sizes, .. } if sizes.mode == PlacementMode::Unmanaged => {
+                Err(EngineError::argument("vram_limit", limit, "placement = unmanaged enforces no limit"))
+            }
             Home::Paged { budget, sizes } => {
                 let weights = budget.weights();
                 // What is recorded by now is part of the device's own figure; what the plan set aside for it is not less.
@@ -288,6 +302,16 @@ impl Home {
     }
 }
 
+/// Refuses a mode that reads host memory in place on a device that can't.
+fn check_in_place(provider: &dyn Provider, options: &EngineOptions) -> Result<()> {
+    match provider.reads_host_memory() {
+        Err(why) if options.placement.reads_in_place() => {
+            Err(EngineError::argument("placement", options.placement.name(), why))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Bytes that the device takes for itself: now, and once the step program is recorded.
 fn device_needs(
     provider: &mut dyn Provider,
@@ -296,7 +320,7 @@ fn device_needs(
     layout: &PieceLayout,
 ) -> Result<DeviceNeeds> {
     let resident = Placement::all_resident(layout);
-    let step = Schedule::new(model, options, layout, &resident, Ring::default()).step;
+    let step = Schedule::new(model, options, layout, &resident, Ring::default(), 0).step;
     // In this order: the program's code is part of the fixed bytes once it is loaded.
     let program = provider.program_bytes(&step)?;
     let fixed = provider.fixed_bytes() + program;

@@ -5,6 +5,7 @@ use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::elementwise::KvDtype;
 
 use crate::error::{EngineError, Result};
+use crate::mode::{PlacementMode, default_headroom, default_host_mapped_budget, platform};
 use crate::residency::PolicyKind;
 
 /// Bytes that the logits of one step may take beyond one row a sequence. A prompt's rows need one row of logits; more
@@ -33,6 +34,12 @@ pub struct EngineOptions {
     pub device: DeviceChoice,
     /// Bytes that everything on the device may take; `None` for no limit.
     pub vram_limit: Option<u64>,
+    /// Where weights are read from.
+    pub placement: PlacementMode,
+    /// Bytes of weights that a step may read in place; `None` for the platform's default. Only for modes that read in place.
+    pub host_mapped_budget: Option<u64>,
+    /// Bytes that stay free below the limit; `None` for the platform's default.
+    pub headroom: Option<u64>,
     /// Bytes of a piece of weights, the unit of placement and copying; `None` for the device's own choice.
     pub piece_bytes: Option<u64>,
     /// Slots of the staging ring.
@@ -70,6 +77,9 @@ impl Default for EngineOptions {
         EngineOptions {
             device: DeviceChoice::Auto,
             vram_limit: None,
+            placement: PlacementMode::default(),
+            host_mapped_budget: None,
+            headroom: None,
             piece_bytes: None,
             ring_slots: 4,
             max_context: None,
@@ -97,6 +107,47 @@ impl EngineOptions {
     /// Most rows of a step whose logits are kept: what fits 64 MiB, and at least one a sequence.
     pub fn max_wanted(&self, vocab: usize) -> usize {
         (LOGITS_BYTES / (4 * vocab.max(1))).clamp(self.max_batch, self.max_rows())
+    }
+
+    /// Bytes of weights that a step may read in place.
+    pub fn host_mapped_bytes(&self) -> u64 {
+        match self.placement.reads_in_place() {
+            true => self.host_mapped_budget.unwrap_or_else(|| default_host_mapped_budget(platform())),
+            false => 0,
+        }
+    }
+
+    /// Bytes of a card that stay free below the limit; of the host device, only what was asked for.
+    pub fn headroom_bytes(&self) -> u64 {
+        match (self.headroom, self.placement, self.device) {
+            (Some(bytes), ..) => bytes,
+            (None, PlacementMode::Unmanaged, _) | (None, _, DeviceChoice::HostDevice | DeviceChoice::Cpu) => 0,
+            (None, ..) => default_headroom(platform()),
+        }
+    }
+
+    fn check_placement(&self) -> Result<()> {
+        let mode = self.placement;
+        let refuse = |name, value: &dyn ToString, what: &str| Err(EngineError::argument(name, value.to_string(), what));
+        if let Some(bytes) = self.host_mapped_budget.filter(|_| !mode.reads_in_place()) {
+            return refuse("host_mapped_budget", &bytes, "only placement = zero-copy and hybrid read weights in place");
+        }
+        if self.policy.is_some() && !matches!(mode, PlacementMode::Auto | PlacementMode::Stream) {
+            return refuse("placement", &mode.name(), "a policy decides placement itself: leave it at auto or stream");
+        }
+        if mode == PlacementMode::Unmanaged {
+            if let Some(limit) = self.vram_limit {
+                return refuse("vram_limit", &limit, "placement = unmanaged enforces no limit: give one or the other");
+            }
+            if let Some(bytes) = self.headroom {
+                return refuse(
+                    "headroom",
+                    &bytes,
+                    "placement = unmanaged has no limit below which to leave anything free",
+                );
+            }
+        }
+        Ok(())
     }
 
     /// Checks every option that doesn't need the model.
@@ -128,6 +179,7 @@ impl EngineOptions {
             let what = "pinned, pin_threshold and policy_budget need a policy; the static schedule has none";
             return Err(EngineError::argument("policy", "None", what));
         }
+        self.check_placement()?;
         most("threads", self.threads.unwrap_or(1), 1024)?;
         most("prefill_chunk", self.prefill_chunk, 65_536)?;
         most("max_batch", self.max_batch, 65_536)

@@ -57,7 +57,7 @@ pub struct PagedCounters {
     pub streamed_bytes: u64,
     /// Bytes that steps read where they stay.
     pub resident_bytes_read: u64,
-    /// Bytes of embedding rows that steps took from the host.
+    /// Bytes of weights that steps read in place on the host, and of embedding rows that they took from there.
     pub host_mapped_bytes: u64,
     /// Bytes of weights that the host's cores read and multiplied in place of a device.
     pub host_computed_bytes: u64,
@@ -96,6 +96,8 @@ pub struct PagedWeights {
     options: EngineOptions,
     layout: PieceLayout,
     granule: u64,
+    /// Bytes of weights that a step may read in place on the host.
+    mapped_budget: u64,
     placement: Placement,
     ring: Ring,
     epoch: Option<Epoch>,
@@ -127,6 +129,7 @@ impl PagedWeights {
             dynamic = Some(Box::new(Dynamic::new(&model, &options, kind, pieces, schedule, granule)?));
         }
         Ok(PagedWeights {
+            mapped_budget: options.host_mapped_bytes(),
             granule,
             provider,
             model,
@@ -235,7 +238,22 @@ impl PagedWeights {
 
     /// True if a step may have to stream something with `bytes` granted.
     pub fn may_stream(&self, bytes: u64) -> bool {
-        bytes < self.all_bytes() || self.dynamic.as_ref().is_some_and(|d| d.may_bypass(bytes))
+        match &self.dynamic {
+            Some(dynamic) => bytes < self.all_bytes() || dynamic.may_bypass(bytes),
+            None => {
+                let placement = Placement::within(&self.layout, self.granule, bytes);
+                placement.streams(&self.layout, self.mapped_budget)
+            }
+        }
+    }
+
+    /// True if the next step may have to stream something.
+    pub fn streams(&self) -> bool {
+        match (&self.dynamic, &self.epoch) {
+            (Some(dynamic), _) => self.may_stream(dynamic.capacity()),
+            (None, Some(epoch)) => epoch.schedule.streamed_bytes > 0,
+            (None, None) => self.placement.streams(&self.layout, self.mapped_budget),
+        }
     }
 
     /// Maps or unmaps the ring, once its bytes are granted.
@@ -318,7 +336,8 @@ impl PagedWeights {
     }
 
     fn begin_epoch(&mut self) -> std::result::Result<Epoch, DeviceError> {
-        let schedule = Schedule::new(&self.model, &self.options, &self.layout, &self.placement, self.ring);
+        let (options, budget) = (&self.options, self.mapped_budget);
+        let schedule = Schedule::new(&self.model, options, &self.layout, &self.placement, self.ring, budget);
         let step = self.provider.record(schedule.step.clone())?;
         let prologue = match schedule.prologue.instrs.is_empty() {
             true => None,
@@ -333,11 +352,12 @@ impl PagedWeights {
         let reason = EpochReason::ALL.iter().position(|r| *r == self.reason).unwrap_or(0);
         self.counters.epochs[reason] += 1;
         log::info!(
-            "epoch ({}): {} of {} pieces cold, {} bytes streamed a step",
+            "epoch ({}): {} of {} pieces cold, {} bytes streamed a step, {} read in place",
             self.reason.name(),
             self.placement.cold().count(),
             self.layout.pieces.len(),
-            schedule.streamed_bytes
+            schedule.streamed_bytes,
+            schedule.host_mapped_bytes
         );
         Ok(Epoch { schedule, step, prologue, primed: false })
     }
@@ -353,6 +373,7 @@ impl PagedWeights {
         let ticket = self.provider.submit(epoch.step, input)?;
         self.counters.streamed_bytes += epoch.schedule.streamed_bytes;
         self.counters.resident_bytes_read += epoch.schedule.resident_bytes;
+        self.counters.host_mapped_bytes += epoch.schedule.host_mapped_bytes;
         self.count_step(input);
         Ok(ticket)
     }

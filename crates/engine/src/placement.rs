@@ -45,6 +45,50 @@ impl Placement {
         placement
     }
 
+    /// The placement with the most cold pieces, in the fixed order, whose weights take at most `cold` bytes.
+    pub fn with_cold(layout: &PieceLayout, cold: u64) -> Placement {
+        let mut placement = Placement::all_resident(layout);
+        let mut left = cold;
+        for piece in cold_order(layout.pieces.len()) {
+            match left.checked_sub(layout.pieces[piece].weight_bytes) {
+                Some(rest) => left = rest,
+                None => break,
+            }
+            placement.resident[piece] = false;
+        }
+        placement
+    }
+
+    /// The cold pieces that kernels read in place: those that become cold first, up to `budget` bytes of weights. So they are
+    /// spread evenly, and they stay the same ones when others become cold as well.
+    pub fn host_mapped(&self, layout: &PieceLayout, budget: u64) -> Vec<bool> {
+        let mut mapped = vec![false; self.resident.len()];
+        let mut left = budget;
+        for piece in cold_order(layout.pieces.len()) {
+            if left == 0 {
+                break;
+            }
+            if !self.resident[piece]
+                && let Some(rest) = left.checked_sub(layout.pieces[piece].weight_bytes)
+            {
+                (mapped[piece], left) = (true, rest);
+            }
+        }
+        mapped
+    }
+
+    /// True if something has to go through the ring: a cold piece that isn't read in place within `budget` bytes.
+    pub fn streams(&self, layout: &PieceLayout, budget: u64) -> bool {
+        match budget {
+            0 => self.resident.iter().any(|r| !r),
+            _ => self
+                .host_mapped(layout, budget)
+                .iter()
+                .zip(&self.resident)
+                .any(|(mapped, resident)| !mapped && !resident),
+        }
+    }
+
     /// Bytes of the granules that the resident pieces touch.
     pub fn mapped_bytes(&self, layout: &PieceLayout, granule: u64) -> u64 {
         GranuleCount::new(layout, granule, self).bytes()
@@ -69,7 +113,7 @@ impl Placement {
         self.resident.iter().enumerate().filter(|(_, r)| !**r).map(|(i, _)| i)
     }
 
-    /// Bytes of weights in cold pieces: what a step streams.
+    /// Bytes of weights in cold pieces: what a step streams or reads in place.
     pub fn cold_bytes(&self, layout: &PieceLayout) -> u64 {
         self.cold().map(|i| layout.pieces[i].weight_bytes).sum()
     }

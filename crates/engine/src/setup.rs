@@ -7,6 +7,7 @@ use headrace_model::ModelSpec;
 use headrace_provider::{DeviceError, Provider};
 
 use crate::error::{EngineError, Result};
+use crate::mode::PlacementMode;
 use crate::options::{DeviceChoice, EngineOptions};
 use crate::plan::Sizes;
 use crate::program;
@@ -34,7 +35,7 @@ pub(crate) struct Setup {
     workspace: u64,
 }
 
-/// The limit of a host device that was given none: more than any machine has.
+/// The limit of a host device that was given none, and of any device that is not managed: more than any machine has.
 const UNLIMITED: u64 = 1 << 46;
 
 impl Setup {
@@ -68,6 +69,9 @@ impl Setup {
             max_context: self.max_context,
             max_batch: options.max_batch,
             slots: options.ring_slots,
+            mode: options.placement,
+            mapped_budget: options.host_mapped_bytes(),
+            headroom: options.headroom_bytes(),
         }
     }
 
@@ -96,6 +100,10 @@ impl Setup {
 }
 
 fn cpu(options: &EngineOptions) -> Result<Device> {
+    if options.placement != PlacementMode::Auto {
+        let what = "the CPU reads weights from the file's mapping, and places nothing: leave it at auto";
+        return Err(EngineError::argument("placement", options.placement.name(), what));
+    }
     match options.vram_limit {
         None => Ok(Device::InPlace(Box::new(CpuProvider::new(CpuOptions { threads: options.threads, level: None })?))),
         Some(limit) => Err(EngineError::argument(
@@ -117,8 +125,11 @@ fn host_device(options: &EngineOptions, max_context: usize) -> Result<Device> {
 fn cuda(ordinal: usize, options: &EngineOptions) -> std::result::Result<Device, String> {
     let provider = headrace_ep_cuda::CudaProvider::open(ordinal).map_err(|e| e.to_string())?;
     let (free, _) = provider.context().memory_info().map_err(|e| e.to_string())?;
-    // What the context took already is part of the limit.
-    let limit = options.vram_limit.unwrap_or(free + provider.fixed_bytes());
+    let limit = match options.placement {
+        PlacementMode::Unmanaged => UNLIMITED,
+        // What the context took already is part of the limit.
+        _ => options.vram_limit.unwrap_or(free + provider.fixed_bytes()),
+    };
     Ok(Device::Paged(Box::new(provider), limit))
 }
 

@@ -4,6 +4,7 @@ use headrace_memory_governor::{HolderReport, PoolReport, Role, Source};
 use headrace_provider::{DeviceReport, GraphReport, SourceReport};
 use serde::Serialize;
 
+use crate::mode::PlacementChoice;
 use crate::paged::{EpochReason, PagedCounters};
 
 /// What computes. Gauges.
@@ -21,6 +22,8 @@ pub struct DeviceStats {
     pub asked_for: String,
     /// Steps that may be in flight at once: `steps_in_flight`, or what the device allows if that is less.
     pub steps_in_flight: u64,
+    /// What the device does in another way than it would, and why, a sentence each; empty if nothing was refused.
+    pub fallbacks: Vec<String>,
 }
 
 /// Tokens and steps. Totals.
@@ -155,6 +158,8 @@ pub struct PoolStats {
     pub physical: Vec<PhysicalStats>,
     /// What the holder `fixed` consists of, as `(name, bytes)`; what is set aside and not taken yet included.
     pub fixed_parts: Vec<(String, u64)>,
+    /// Bytes that are counted and not limited: all of them under `placement = unmanaged`, else 0.
+    pub unmanaged: u64,
     /// Shares.
     pub holders: Vec<HolderStats>,
 }
@@ -207,6 +212,7 @@ impl PoolStats {
             unaccounted: physical.peak_unaccounted,
             physical: pool.physical.iter().map(figure).collect(),
             fixed_parts: fixed_parts(&device.fixed, fixed),
+            unmanaged: pool.unmanaged,
             holders: pool.holders.iter().map(holder).collect(),
         }
     }
@@ -341,6 +347,8 @@ pub struct Stats {
     pub tokens: TokenStats,
     /// Weights.
     pub weights: WeightStats,
+    /// Where weights are read from, and why; `None` on a device that reads them in place. Gauge.
+    pub placement: Option<PlacementChoice>,
     /// Memory pools; empty where nothing is limited.
     pub memory: Vec<PoolStats>,
     /// Keys and values.

@@ -4,12 +4,12 @@ use std::collections::HashMap;
 
 use headrace_kv::{KvGeometry, geometry::KvHalf};
 use headrace_model::ModelSpec;
-use headrace_model::spec::TensorId;
+use headrace_model::spec::{Tensor, TensorId};
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::elementwise::KvDtype;
 use headrace_numerics::format::{Format, ScaleType, ZeroPoint};
 use headrace_numerics::rope::RopeStyle;
-use headrace_provider::{Buffer, Place, RowSet};
+use headrace_provider::{Buffer, Place, RowSet, Segment};
 
 use crate::abi::{
     Activation, ArgmaxArgs, AttentionArgs, EmbedArgs, FloatType, KvRef, LinearArgs, LinearSegment, MAX_SEGMENTS,
@@ -50,6 +50,8 @@ pub struct Addresses {
     pub buffers: [u64; 5],
     /// Start of the weights range.
     pub weights: u64,
+    /// Planes of the segments that are read in place on the host, by tensor, first row and rows.
+    pub host_mapped: HashMap<(TensorId, usize, usize), [u64; 3]>,
     /// Start of the staging range.
     pub staging: u64,
     /// Start of the KV range.
@@ -227,15 +229,7 @@ impl Binder<'_> {
             let mut segment = [LinearSegment::default(); MAX_SEGMENTS];
             for (to, part) in segment.iter_mut().zip(parts) {
                 let tensor = self.model.tensors.get(part.segment.tensor.0).ok_or("no such tensor")?;
-                let base = match part.segment.place {
-                    Place::Resident { offset } => self.at.weights + offset,
-                    Place::Slot { slot, offset } => self.at.staging + u64::from(slot) * self.slot_bytes + offset,
-                    Place::File => return Err(format!("{}: this device can't compute from the file", tensor.name)),
-                };
-                let (offsets, _) = slab(tensor, part.segment.rows).ok_or("too many bytes")?;
-                for (plane, address) in to.planes.iter_mut().enumerate().take(tensor.format.planes()) {
-                    *address = base + offsets.get(plane).copied().unwrap_or_default();
-                }
+                to.planes = self.planes(&part.segment, tensor)?;
                 to.bias = match part.bias {
                     Some(bias) => self.vector(bias)? + part.segment.row as u64 * 4,
                     None => 0,
@@ -263,6 +257,25 @@ impl Binder<'_> {
             ));
         }
         Ok(launches)
+    }
+
+    /// The addresses of a segment's planes.
+    fn planes(&self, segment: &Segment, tensor: &Tensor) -> Result<[u64; 3], String> {
+        let base = match segment.place {
+            Place::Resident { offset } => self.at.weights + offset,
+            Place::Slot { slot, offset } => self.at.staging + u64::from(slot) * self.slot_bytes + offset,
+            Place::HostMapped => {
+                let at = self.at.host_mapped.get(&(segment.tensor, segment.row, segment.rows)).copied();
+                return at.ok_or_else(|| format!("{}: rows {} on the host have no address", tensor.name, segment.row));
+            }
+            Place::File => return Err(format!("{}: this device can't compute from the file", tensor.name)),
+        };
+        let (offsets, _) = slab(tensor, segment.rows).ok_or("too many bytes")?;
+        let mut planes = [0; 3];
+        for (address, offset) in planes.iter_mut().zip(offsets).take(tensor.format.planes()) {
+            *address = base + offset;
+        }
+        Ok(planes)
     }
 
     /// The pages of one layer as the kernels address them.

@@ -300,6 +300,7 @@ impl Planner<'_> {
         let offset = match segment.place {
             Place::File => return Err(format!("{}: this device can't compute from the file", tensor.name)),
             Place::Resident { offset } => offset,
+            Place::HostMapped => 0,
             Place::Slot { slot, offset } => {
                 if slot >= self.program.slots || offset.checked_add(bytes).is_none_or(|e| e > self.program.slot_bytes) {
                     return Err(format!(

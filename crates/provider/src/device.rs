@@ -125,6 +125,20 @@ pub trait Provider: Send {
         DeviceReport::default()
     }
 
+    /// Whether kernels can read host memory in place ([`crate::Place::HostMapped`]).
+    ///
+    /// # Errors
+    /// Why they can't, in words for a user.
+    fn reads_host_memory(&self) -> Result<(), String> {
+        Err("this device's kernels read no host memory in place".to_string())
+    }
+
+    /// What the device does in another way than it would, and why, a sentence each: a refused pinning, say. Empty if nothing
+    /// was refused.
+    fn fallbacks(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Backs `offset .. offset + bytes` of the range, which are multiples of the granule and not backed yet. On an error
     /// nothing has changed.
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError>;

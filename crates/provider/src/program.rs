@@ -44,6 +44,9 @@ pub enum Place {
         /// Offset of the segment's first plane in the slot.
         offset: u64,
     },
+    /// In host memory that a device's kernels read in place, over the link: the model file's mapping, or the provider's own
+    /// copy where they can't read that.
+    HostMapped,
 }
 
 /// Byte alignment of each plane of a segment outside the model file.

@@ -1,6 +1,6 @@
 //! Python's words for the engine's options.
 
-use headrace_engine::{DeviceChoice, EngineOptions, GenerationOptions, PolicyKind};
+use headrace_engine::{DeviceChoice, EngineOptions, GenerationOptions, PlacementMode, PolicyKind};
 use headrace_kv::KvLayout;
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::elementwise::KvDtype;
@@ -21,6 +21,9 @@ fn choose<T: Copy>(argument: &str, value: &str, choices: &[(&str, T)]) -> PyResu
 pub struct LoadArguments {
     device: String,
     vram_limit: Option<u64>,
+    placement: String,
+    host_mapped_budget: Option<u64>,
+    headroom: Option<u64>,
     max_context: Option<usize>,
     max_batch: usize,
     prefill_chunk: usize,
@@ -42,9 +45,14 @@ pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
     let LoadArguments { max_context, max_batch, prefill_chunk, steps_in_flight, threads, .. } = arguments;
     let LoadArguments { vram_limit, piece_bytes, ring_slots, .. } = arguments;
     let LoadArguments { pin_threshold, policy_budget, .. } = arguments;
+    let LoadArguments { host_mapped_budget, headroom, .. } = arguments;
+    let LoadArguments { placement, .. } = &arguments;
     let LoadArguments { device, activations, kv_dtype, kv_layout, policy, pinned, .. } = &arguments;
     Ok(EngineOptions {
         vram_limit,
+        placement: choose("placement", placement, &PlacementMode::ALL.map(|mode| (mode.name(), mode)))?,
+        host_mapped_budget,
+        headroom,
         piece_bytes,
         ring_slots,
         device: device_choice(device)?,

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from headrace._options import POLICIES
+from headrace._options import PLACEMENTS, POLICIES
 from headrace._plan import MemoryPlan, Plan
 from headrace._plan import plan as make_plan
 from headrace._residency import Simulation
@@ -21,10 +21,13 @@ from headrace._residency import simulate as simulate_policies
 @click.argument("model")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "host-device"]), default="auto", show_default=True)
 @click.option("--vram-limit", help='Memory that everything on the device may take, such as "8GiB" or "80%".')
+@click.option("--placement", type=click.Choice(PLACEMENTS), default="auto", show_default=True, help="Where weights are read.")
+@click.option("--host-mapped-budget", help="Most bytes that a step reads in place.  [default: by platform]")
+@click.option("--headroom", help="Bytes that stay free below the limit.  [default: by platform]")
 @click.option("--max-context", type=click.IntRange(min=1), help="Most positions.  [default: what the model declares]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True, help="Most sequences at once.")
 @click.option("--tensors", is_flag=True, help="List every tensor in read order.")
-@click.option("--pieces", is_flag=True, help="List every piece of weights, resident or streamed.")
+@click.option("--pieces", is_flag=True, help="List every piece of weights and its place.")
 @click.option("--simulate", is_flag=True, help="Show what residency policies would move beside the optimum.")
 @click.option("--policy", type=click.Choice(["all", *POLICIES]), default="all", show_default=True, help="For --simulate.")
 @click.option("--steps", type=click.IntRange(2, 10_000), default=16, show_default=True, help="For --simulate.")
@@ -33,6 +36,9 @@ def plan(
     model: str,
     device: str,
     vram_limit: str | None,
+    placement: str,
+    host_mapped_budget: str | None,
+    headroom: str | None,
     max_context: int | None,
     max_batch: int,
     tensors: bool,
@@ -64,6 +70,9 @@ def plan(
         model,
         device=device,  # type: ignore[arg-type]
         vram_limit=vram_limit,
+        placement=placement,  # type: ignore[arg-type]
+        host_mapped_budget=host_mapped_budget,
+        headroom=headroom,
         max_context=max_context,
         max_batch=max_batch,
     )
@@ -112,14 +121,17 @@ def _formats(result: Plan) -> Table:
 
 
 def _memory(m: MemoryPlan) -> Table:
-    table = Table("memory", "bytes", "", title=f"limit {m.limit:,} bytes")
+    chosen = m.placement
+    table = Table("memory", "bytes", "", title=f"limit {m.limit:,} bytes, placement {chosen.mode}: {chosen.reason}")
     table.columns[1].justify = "right"
     for need in m.needs:
         table.add_row(need.name, f"{need.bytes:,}", need.why)
     table.add_row("smallest limit", f"{m.minimum:,}", "everything above")
-    table.add_row("nothing streamed", f"{m.everything:,}", "the limit from which on all weights always stay")
+    table.add_row("nothing cold", f"{m.everything:,}", "the limit from which on all weights always stay")
     table.add_row("resident", f"{m.resident_bytes:,}", "weights that stay, while KV is small")
     table.add_row("streamed", f"{m.streamed_bytes:,}", f"weights that every step copies, through {m.ring_slots} slots")
+    if m.host_mapped_bytes:
+        table.add_row("host-mapped", f"{m.host_mapped_bytes:,}", "weights that every step reads in place")
     return table
 
 
@@ -128,7 +140,7 @@ def _pieces(m: MemoryPlan) -> Table:
     table.columns[2].justify = "right"
     for index, piece in enumerate(m.pieces):
         names = ", ".join(f"{name}[{start}:{end}]" for name, start, end in piece.tensors)
-        table.add_row(str(index), names, f"{piece.bytes:,}", "resident" if piece.resident else "streamed")
+        table.add_row(str(index), names, f"{piece.bytes:,}", piece.place)
     return table
 
 

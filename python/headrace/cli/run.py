@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 
 from headrace._engine import Engine
+from headrace._options import PLACEMENTS
 from headrace._stats import Stats
 
 
@@ -23,6 +24,9 @@ from headrace._stats import Stats
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the draws.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "host-device"]), default="auto", show_default=True)
 @click.option("--vram-limit", help='Memory that everything on the device may take, such as "8GiB" or "80%".')
+@click.option("--placement", type=click.Choice(PLACEMENTS), default="auto", show_default=True, help="Where weights are read.")
+@click.option("--host-mapped-budget", help="Most bytes that a step reads in place.  [default: by platform]")
+@click.option("--headroom", help="Bytes that stay free below the limit.  [default: by platform]")
 @click.option("--threads", type=click.IntRange(min=1), help="Host threads.  [default: all cores]")
 @click.option("--max-context", type=click.IntRange(min=1), help="Most positions.  [default: what the model declares]")
 @click.option(
@@ -46,6 +50,9 @@ def run(
     seed: int,
     device: str,
     vram_limit: str | None,
+    placement: str,
+    host_mapped_budget: str | None,
+    headroom: str | None,
     threads: int | None,
     max_context: int | None,
     activations: str,
@@ -63,6 +70,9 @@ def run(
             model,
             device=device,  # type: ignore[arg-type]
             vram_limit=vram_limit,
+            placement=placement,  # type: ignore[arg-type]
+            host_mapped_budget=host_mapped_budget,
+            headroom=headroom,
             max_context=max_context,
             activations=activations,  # type: ignore[arg-type]
             kv_dtype=kv_dtype,  # type: ignore[arg-type]

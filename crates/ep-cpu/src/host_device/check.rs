@@ -199,6 +199,9 @@ pub fn check(
                                 needs.resident.push((offset, len));
                             }
                             Place::Resident { .. } => {}
+                            Place::HostMapped => {
+                                bytes_of(model, at, segment, 0)?;
+                            }
                             Place::Slot { slot, offset } => {
                                 let state = slot_of(&mut slots, at, slot)?;
                                 in_slot(program, model, at, slot, segment, offset)?;

@@ -65,6 +65,8 @@ pub struct HostOptions {
     pub poison: bool,
     /// Bytes per second of the link that slots are filled over; `None` for as fast as memory is.
     pub link: Option<u64>,
+    /// False to refuse kernels the host's memory in place, as a card's driver does where pinning is refused.
+    pub pinning: bool,
 }
 
 impl Default for HostOptions {
@@ -77,6 +79,7 @@ impl Default for HostOptions {
             positions: None,
             poison: true,
             link: None,
+            pinning: true,
         }
     }
 }
@@ -292,7 +295,7 @@ impl HostDevice {
                 }
                 (RangeKind::Staging, u64::from(slot) * ring.slot_bytes, offset)
             }
-            Place::File => return Err(NAME.invalid("a segment of the file is where it is")),
+            Place::File | Place::HostMapped => return Err(NAME.invalid("a segment on the host is where it is")),
         };
         segment_bytes(&model, segment, offset).map_err(|e| NAME.invalid(e))?;
         let view = file.segment(&Segment { place: Place::File, ..*segment }).map_err(|e| NAME.invalid(e))?;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, DeviceReport, PhysicalFigure, PhysicalSource, Place, ProgramId, Provider, RangeKind,
-    Segment, StepInput, StepOutput, StepProgram, Ticket,
+    DeviceError, DeviceInfo, DeviceReport, Instr, Op, PhysicalFigure, PhysicalSource, Place, ProgramId, Provider,
+    RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
 };
 
 use super::check::{Needs, check, ring_fits};
@@ -89,6 +89,17 @@ impl Provider for HostDevice {
         }
     }
 
+    fn reads_host_memory(&self) -> Result<(), String> {
+        match self.options.pinning {
+            true => Ok(()),
+            false => Err(PINNING_REFUSED.to_string()),
+        }
+    }
+
+    fn fallbacks(&self) -> Vec<String> {
+        self.reads_host_memory().err().into_iter().collect()
+    }
+
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {
         self.strike_memory(FaultPoint::Map, range, bytes)?;
         self.memory.map(range, offset, bytes)
@@ -147,6 +158,10 @@ impl Provider for HostDevice {
 
     fn record(&mut self, program: StepProgram) -> Result<ProgramId, DeviceError> {
         self.strike(FaultPoint::Record)?;
+        let in_place = |i: &Instr| matches!(i, Instr::Op(Op::Linear { segments, .. }) if segments.iter().any(on_host));
+        if program.instrs.iter().any(in_place) {
+            self.reads_host_memory().map_err(|e| NAME.invalid(e))?;
+        }
         let attached = self.attached()?;
         let (model, memory) = (&attached.model, &self.memory);
         let staging = memory.mapped(RangeKind::Staging);
@@ -236,6 +251,13 @@ impl HostDevice {
         self.graphs.replays += u64::from(computes && result.is_ok());
         result
     }
+}
+
+/// What a host that pins no memory says.
+const PINNING_REFUSED: &str = "pinning is refused here: kernels read no host memory in place";
+
+fn on_host(segment: &Segment) -> bool {
+    segment.place == Place::HostMapped
 }
 
 fn device_weights<'a>(

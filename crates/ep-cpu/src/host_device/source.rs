@@ -1,4 +1,5 @@
-//! Where the device's kernels find weights: the weights range, the staging ring; embedding rows in the file.
+//! Where the device's kernels find weights: the weights range, the staging ring, the host's own memory; embedding rows in the
+//! file.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -78,6 +79,7 @@ impl WeightSource for DeviceWeights<'_> {
                 let slot = unsafe { self.slots.0.add(slot as usize * self.slots.1 as usize) };
                 (slot, offset, self.slots.1)
             }
+            Place::HostMapped => return self.file.segment(&Segment { place: Place::File, ..*segment }),
             place => return Err(format!("{}: {place:?} is not a place of this device", tensor.name)),
         };
         let slab = slab_of(planes, offset);

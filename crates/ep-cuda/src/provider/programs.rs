@@ -29,6 +29,7 @@ impl CudaProvider {
             step: recorded.descriptor.at(state + recorded.state.descriptor),
             buffers: buffer_offsets(&recorded.program, model).map(|offset| workspace + offset),
             weights: self.arena.base(range_index(RangeKind::Weights)),
+            host_mapped: HashMap::new(),
             staging: self.arena.base(range_index(RangeKind::Staging)),
             kv: self.arena.base(range_index(RangeKind::Kv)),
             vectors: self.vectors.clone(),
