@@ -60,6 +60,21 @@ def test_plan(smollm2: Path) -> None:
     assert plan["model"]["layers"] == 30 and len(plan["model"]["tensors"]) == 272
 
 
+def test_probe_measures_the_host_and_says_what_is_missing() -> None:
+    machine = json.loads(run("probe", "--json").stdout)
+    assert machine["build"]["contract_version"] == "1"
+    assert machine["host"]["memory_read"] > 1e8 and machine["host"]["cores"] >= 1
+    assert machine["host"]["kernels"][0] == "scalar"
+    assert bool(machine["cards"]) != bool(machine["problems"])
+    for card in machine["cards"]:
+        speeds = [s["speed"] for s in card["host_to_device"]]
+        assert 1e9 < min(speeds) and max(speeds) < card["device_read"] < card["memory_peak"]
+    text = run("probe").stdout
+    assert "memory read" in text and "GB/s" in text
+    for problem in machine["problems"]:
+        assert problem in text
+
+
 def test_errors_are_one_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"nothing")
@@ -70,7 +85,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
 
 def test_help_names_every_command() -> None:
     text = run("--help").stdout
-    for command in ("run", "plan", "fetch", "info"):
+    for command in ("run", "plan", "probe", "fetch", "info"):
         assert command in text
         assert "Usage" in run(command, "--help").stdout
 

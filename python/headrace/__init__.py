@@ -19,6 +19,7 @@ from headrace._core import (
 )
 from headrace._engine import Engine
 from headrace._plan import MemoryPlan, ModelSummary, Need, PieceEntry, PlacementChoice, Plan, TensorEntry, plan
+from headrace._probe import CardReport, ChunkSpeed, HostReport, MachineReport, probe
 from headrace._residency import PolicyOutcome, Simulation, TensorTrace, simulate
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
 from headrace._stats import (
@@ -38,6 +39,8 @@ from headrace._stats import (
 __all__ = [
     "BatchResult",
     "BudgetError",
+    "CardReport",
+    "ChunkSpeed",
     "ContextLengthError",
     "DeviceError",
     "DeviceStats",
@@ -47,7 +50,9 @@ __all__ = [
     "GraphStats",
     "HeadraceError",
     "HolderStats",
+    "HostReport",
     "KvStats",
+    "MachineReport",
     "MemoryPlan",
     "ModelFormatError",
     "ModelSummary",
@@ -73,6 +78,7 @@ __all__ = [
     "build_info",
     "fetch",
     "plan",
+    "probe",
     "simulate",
 ]
 

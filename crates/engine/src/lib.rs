@@ -18,6 +18,7 @@ pub mod options;
 pub mod paged;
 pub mod placement;
 pub mod plan;
+pub mod probe;
 pub mod program;
 pub mod residency;
 pub mod run;

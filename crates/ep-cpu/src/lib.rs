@@ -14,6 +14,7 @@ mod kv_pages;
 pub mod linear;
 mod memory;
 mod pool;
+pub mod probe;
 mod profile;
 pub mod provider;
 mod rope_table;

@@ -1,17 +1,22 @@
 //! The machine's ceilings: the link by chunk size, the card's memory, the host's memory.
 
+use std::ffi::c_void;
+use std::sync::Arc;
 use std::time::Instant;
 
+use cudarc::driver::sys;
+
+use crate::abi::ProbeArgs;
 use crate::context::Context;
-use crate::driver::{CudaError, DriverProblem};
+use crate::driver::{CudaError, DriverProblem, check, log_failure};
 use crate::events::Event;
 use crate::host_memory::PinnedBuffer;
 use crate::physical::{CardMemory, Physical};
+use crate::ptx;
 use crate::stream::Stream;
-use std::sync::Arc;
 
 /// Chunks of host-to-device copies, in bytes.
-pub const CHUNKS: [u64; 3] = [1 << 20, 8 << 20, 32 << 20];
+pub const CHUNKS: [u64; 5] = [256 << 10, 1 << 20, 8 << 20, 32 << 20, 128 << 20];
 
 /// Bytes that each measurement moves.
 const MOVED: u64 = 256 << 20;
@@ -44,8 +49,91 @@ pub struct Probe {
     pub device_to_host: f64,
     /// Bytes a second that a copy within the card reads; it writes as many.
     pub device_copy_read: f64,
+    /// Bytes a second that kernels read from the card's memory; `None` if there is no kernel for the card.
+    pub device_read: Option<f64>,
+    /// Bytes a second that kernels read in place from pinned host memory; `None` if there is no kernel for the card.
+    pub zero_copy_read: Option<f64>,
+    /// Bytes a second that the memory's clock and width allow; `None` where the driver doesn't say.
+    pub memory_peak: Option<f64>,
     /// Bytes a second of host memory, read by one thread.
     pub host_read: f64,
+}
+
+/// The kernel that reads, and nothing else of the crate's device code.
+struct Reader {
+    module: sys::CUmodule,
+    function: sys::CUfunction,
+    blocks: u32,
+    context: Arc<Context>,
+}
+
+impl Reader {
+    fn new(context: &Arc<Context>) -> Result<Option<Reader>, CudaError> {
+        let (major, minor) = context.card().capability;
+        let target = ptx::target_for(major.unsigned_abs(), minor.unsigned_abs());
+        let Some(source) = target.and_then(|t| t.modules.iter().find(|m| m.name == "probe")) else { return Ok(None) };
+        let mut module = std::ptr::null_mut();
+        // SAFETY: the image is PTX text that ends in zero; a context is current.
+        check(unsafe { sys::cuModuleLoadData(&mut module, source.ptx.as_ptr().cast()) }, "the probe's device code")?;
+        let blocks = context.card().multiprocessors * 8;
+        let mut reader = Reader { module, function: std::ptr::null_mut(), blocks, context: context.clone() };
+        // SAFETY: the module is loaded; the name ends in zero.
+        let found = unsafe { sys::cuModuleGetFunction(&mut reader.function, module, c"read_all".as_ptr()) };
+        check(found, "the probe's kernel")?;
+        Ok(Some(reader))
+    }
+
+    /// Queues a read of `bytes` bytes from `source`, both multiples of 16.
+    ///
+    /// # Safety
+    /// The device can read them, and write four bytes at `sink`, until the stream is done.
+    unsafe fn read(&self, stream: &Stream, source: u64, bytes: u64, sink: u64) -> Result<(), CudaError> {
+        let mut args = ProbeArgs { source, count: bytes / 16, sink };
+        let mut pointers = [std::ptr::from_mut(&mut args).cast::<c_void>()];
+        // SAFETY: the kernel takes one `ProbeArgs`; the rest is the caller's promise.
+        let launched = unsafe {
+            sys::cuLaunchKernel(
+                self.function,
+                self.blocks,
+                1,
+                1,
+                256,
+                1,
+                1,
+                0,
+                stream.raw(),
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check(launched, "the probe's kernel")
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        if let Err(error) = self.context.bind() {
+            log::error!("{error}");
+            return;
+        }
+        // SAFETY: loaded once, unloaded once; every launch has been waited for.
+        log_failure(unsafe { sys::cuModuleUnload(self.module) }, "cuModuleUnload");
+    }
+}
+
+/// Bytes a second that the memory's clock and width allow: no figure of the card's memory can be above it.
+pub fn memory_peak(context: &Context) -> Option<f64> {
+    use sys::CUdevice_attribute as Attribute;
+    let attribute = |which: Attribute| {
+        let mut value = 0;
+        // SAFETY: the device is valid; the call writes one integer.
+        let asked = unsafe { sys::cuDeviceGetAttribute(&mut value, which, context.card().device) };
+        (check(asked, "cuDeviceGetAttribute").is_ok() && value > 0).then(|| f64::from(value))
+    };
+    let kilohertz = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?;
+    let bits = attribute(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?;
+    // Two transfers a clock.
+    Some(2.0 * kilohertz * 1e3 * bits / 8.0)
 }
 
 fn median(mut seconds: Vec<f64>) -> f64 {
@@ -151,6 +239,18 @@ pub fn probe(ordinal: usize) -> Result<Probe, DriverProblem> {
         // SAFETY: the two halves of the area are mapped and apart.
         unsafe { stream.copy_on_device(area.base + MOVED, area.base, MOVED as usize) }
     })?;
+    let reader = Reader::new(&context)?;
+    let read = |source: u64, bytes: u64, sink: u64| -> Result<Option<f64>, CudaError> {
+        let Some(reader) = &reader else { return Ok(None) };
+        // SAFETY: both areas live until the stream has been waited for, which `timed` does.
+        let seconds = timed(&context, &stream, || unsafe { reader.read(&stream, source, bytes, sink) })?;
+        Ok(Some(bytes as f64 / seconds))
+    };
+    // All but the last granule, which takes what the kernel writes.
+    let granule = area.memory.granule();
+    let sink = area.base + area.reserved - granule;
+    let device_read = read(area.base, area.reserved - granule, sink)?;
+    let zero_copy_read = read(host.device(), MOVED, sink)?;
     stream.wait()?;
     Ok(Probe {
         device: context.name().to_string(),
@@ -164,6 +264,9 @@ pub fn probe(ordinal: usize) -> Result<Probe, DriverProblem> {
         host_to_device,
         device_to_host,
         device_copy_read: speed(on_device),
+        device_read,
+        zero_copy_read,
+        memory_peak: memory_peak(&context),
         host_read: host_read(host.bytes()),
     })
 }

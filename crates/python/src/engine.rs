@@ -52,7 +52,8 @@ pub fn simulate(
     to_json(&detached(py, move || Ok(headrace_engine::Engine::simulate(&path, &options, &kinds, steps)?))?)
 }
 
-fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
+/// JSON of a report.
+pub fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
     serde_json::to_string(value).map_err(|e| HeadraceError::new_err(e.to_string()))
 }
 

@@ -27,6 +27,12 @@ mod _core {
 
     use super::*;
 
+    /// What this machine can do, as JSON.
+    #[pyfunction]
+    fn probe(py: Python<'_>) -> PyResult<String> {
+        super::engine::to_json(&super::guard::detached(py, || Ok(headrace_engine::probe::probe()))?)
+    }
+
     /// Facts about this build, for bug reports.
     #[pyfunction]
     fn build_info() -> std::collections::BTreeMap<&'static str, String> {

@@ -1,4 +1,4 @@
-"""The command line: `headrace run`, `plan`, `fetch`, `info`."""
+"""The command line: `headrace run`, `plan`, `probe`, `fetch`, `info`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headrace._core import HeadraceError, build_info
 from headrace.cli.fetch import fetch
 from headrace.cli.info import info
 from headrace.cli.plan import plan
+from headrace.cli.probe import probe
 from headrace.cli.run import run
 
 
@@ -20,7 +21,7 @@ def cli() -> None:
     """Run decoder LLMs under one hard memory limit, with the same tokens as if everything fitted."""
 
 
-for command in (run, plan, fetch, info):
+for command in (run, plan, probe, fetch, info):
     cli.add_command(command)
 
 
