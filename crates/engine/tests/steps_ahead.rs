@@ -12,7 +12,8 @@ use headrace_kv::{KvGeometry, KvLayout};
 use headrace_model::ModelSpec;
 use headrace_numerics::format::Format;
 use headrace_provider::{
-    DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket, Token,
+    DeviceError, DeviceInfo, DeviceReport, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram,
+    Ticket, Token,
 };
 use headrace_testing::{ModelShape, random_model};
 
@@ -61,6 +62,9 @@ impl Provider for Watched {
     }
     fn fixed_bytes(&self) -> u64 {
         self.device.fixed_bytes()
+    }
+    fn report(&self) -> DeviceReport {
+        self.device.report()
     }
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {
         self.moves();
