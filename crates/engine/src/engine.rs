@@ -3,6 +3,7 @@
 mod counts;
 mod flight;
 mod generate;
+mod limits;
 mod load;
 mod logits;
 mod step;
@@ -14,6 +15,7 @@ use headrace_model::ModelSpec;
 use headrace_model::tokenizer::Tokenizer;
 use headrace_provider::{DeviceInfo, DeviceReport, StepInput, StepOutput};
 
+pub use limits::Limits;
 pub use logits::Logits;
 
 use flight::Flights;
@@ -102,6 +104,31 @@ impl Engine {
         self.max_context
     }
 
+    /// What every request is checked against.
+    pub fn limits(&self) -> Limits {
+        Limits {
+            vocab: self.model.config.vocab,
+            max_context: self.max_context,
+            declared: self.model.config.max_context,
+        }
+    }
+
+    /// True if a generation of at most `positions` positions, prompt and new tokens together, can be started now and reach its
+    /// end beside all that were.
+    pub fn admits(&self, positions: usize) -> bool {
+        self.kv.admits(positions)
+    }
+
+    /// KV pages that a sequence of so many positions takes.
+    pub fn pages_for(&self, positions: usize) -> usize {
+        self.kv.geometry().pages_for(positions)
+    }
+
+    /// KV pages that all sequences can be promised together.
+    pub fn max_pages(&self) -> usize {
+        self.kv.max_pages()
+    }
+
     /// What computes.
     pub fn device(&self) -> DeviceInfo {
         self.home.info()
@@ -118,13 +145,7 @@ impl Engine {
     /// An empty prompt, a token outside the vocabulary, a prompt and `max_new_tokens` that don't fit `max_context`, or more
     /// than `max_batch` generations in work.
     pub fn start(&mut self, prompt: &[u32], options: GenerationOptions) -> Result<Run> {
-        options.check()?;
-        self.check_tokens(prompt)?;
-        let room = self.max_context.saturating_sub(prompt.len());
-        let new = options.max_new_tokens.unwrap_or(room);
-        if new > room || (options.max_new_tokens.is_none() && room == 0) {
-            return Err(self.context_error(prompt.len(), new.max(1)));
-        }
+        let new = self.limits().check(prompt, &options)?;
         let sequence = self.kv.create(prompt.len() + new)?;
         let sampler = Sampler::new(&options);
         let finish = (new == 0).then_some(FinishReason::Length);
@@ -138,11 +159,16 @@ impl Engine {
             sampler,
             finish,
             closed: false,
+            draft: Vec::new(),
+            kept_logits: Vec::new(),
+            drafted: 0,
+            accepted: 0,
             time: RunTime::default(),
         })
     }
 
-    /// Gives a generation's pages back and returns its result. A second call changes nothing.
+    /// Gives a generation's pages back and returns its result, kept logits included. A second call changes nothing and
+    /// returns the same without the logits.
     pub fn finish(&mut self, run: &mut Run) -> Generation {
         if !std::mem::replace(&mut run.closed, true) {
             let dropped = self.flights.drop_sequence(run.sequence);
@@ -205,25 +231,5 @@ impl Engine {
     /// static schedule.
     pub fn residency_trace(&self) -> Vec<TensorTrace> {
         self.home.budget().map_or_else(Vec::new, |budget| budget.weights().residency_trace())
-    }
-
-    fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
-        let vocab = self.model.config.vocab;
-        if tokens.is_empty() {
-            return Err(EngineError::argument("prompt", "[]", "must hold at least one token"));
-        }
-        match tokens.iter().find(|&&t| t as usize >= vocab) {
-            Some(t) => Err(EngineError::argument("token id", t, format!("the vocabulary has {vocab} tokens"))),
-            None => Ok(()),
-        }
-    }
-
-    fn context_error(&self, tokens: usize, new: usize) -> EngineError {
-        EngineError::ContextLength {
-            tokens,
-            new,
-            max_context: self.max_context,
-            declared: self.model.config.max_context,
-        }
     }
 }

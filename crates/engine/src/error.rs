@@ -68,12 +68,32 @@ pub enum EngineError {
     /// The KV pages: a bug if a caller ever sees it.
     #[error(transparent)]
     Kv(#[from] KvError),
+    /// Generations of others hold the KV pages that a batch needs.
+    #[error("generations that were started elsewhere hold the KV pages that this one needs: end or close them first")]
+    Busy,
+    /// An error that several requests have in common.
+    #[error(transparent)]
+    Shared(std::sync::Arc<EngineError>),
+    /// The server was closed, or its thread has ended.
+    #[error("the server is closed")]
+    Closed,
+    /// A bug.
+    #[error("internal error, please report it with headrace.build_info(): {0}")]
+    Internal(String),
     /// The caller asked to stop.
     #[error("interrupted")]
     Interrupted,
 }
 
 impl EngineError {
+    /// The error itself, where several requests have it in common.
+    pub fn root(&self) -> &EngineError {
+        match self {
+            EngineError::Shared(error) => error.root(),
+            other => other,
+        }
+    }
+
     /// An argument that is out of range.
     pub fn argument(name: &'static str, value: impl ToString, what: impl Into<String>) -> EngineError {
         EngineError::Argument { name, value: value.to_string(), what: what.into() }

@@ -36,6 +36,16 @@ impl KvState {
         self.cache.geometry()
     }
 
+    /// True if [`KvState::create`] would admit a sequence of at most `max_length` positions.
+    pub(crate) fn admits(&self, max_length: usize) -> bool {
+        self.cache.admits(max_length)
+    }
+
+    /// Pages of the largest capacity.
+    pub(crate) fn max_pages(&self) -> usize {
+        self.cache.buckets().max().pages
+    }
+
     /// Admits a sequence of at most `max_length` positions.
     pub(crate) fn create(&mut self, max_length: usize) -> Result<SequenceId> {
         Ok(self.cache.create(max_length)?)

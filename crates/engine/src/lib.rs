@@ -24,10 +24,11 @@ pub mod residency;
 pub mod run;
 pub mod sampling;
 pub mod schedule;
+pub mod serve;
 mod setup;
 pub mod stats;
 
-pub use engine::{Engine, Hook, Logits, Progress};
+pub use engine::{Engine, Hook, Limits, Logits, Progress};
 pub use error::{EngineError, Result};
 pub use inventory::Inventory;
 pub use mode::PlacementMode;

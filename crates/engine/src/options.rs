@@ -12,6 +12,9 @@ use crate::residency::PolicyKind;
 /// are only for [`crate::Engine::logits`].
 const LOGITS_BYTES: usize = 8 << 20;
 
+/// Most tokens of a draft.
+const MAX_DRAFT: usize = 256;
+
 /// Which device computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
@@ -201,6 +204,11 @@ pub struct GenerationOptions {
     pub seed: u64,
     /// Tokens that end the generation; they are not part of the result.
     pub stop_tokens: Vec<u32>,
+    /// Most tokens that a prompt-lookup draft proposes for one step, all of which are verified in that step; 0 for none.
+    /// Greedy generations only. Tokens don't depend on it.
+    pub speculation: usize,
+    /// Keep the logits from which each token was chosen: `vocab` floats a token. For audits.
+    pub keep_logits: bool,
 }
 
 impl Default for GenerationOptions {
@@ -212,6 +220,8 @@ impl Default for GenerationOptions {
             top_p: 1.0,
             seed: 0,
             stop_tokens: Vec::new(),
+            speculation: 0,
+            keep_logits: false,
         }
     }
 }
@@ -229,6 +239,13 @@ impl GenerationOptions {
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             return Err(EngineError::argument("top_p", self.top_p, "must be above 0 and at most 1"));
+        }
+        if self.speculation > MAX_DRAFT {
+            return Err(EngineError::argument("speculation", self.speculation, format!("must be at most {MAX_DRAFT}")));
+        }
+        if self.speculation > 0 && self.temperature > 0.0 {
+            let what = "drafts are verified against greedy choices; leave temperature at 0";
+            return Err(EngineError::argument("speculation", self.speculation, what));
         }
         Ok(())
     }

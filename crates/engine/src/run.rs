@@ -16,15 +16,18 @@ pub enum FinishReason {
     Length,
     /// The sequence reached `max_context`.
     Context,
+    /// The caller cancelled it.
+    Cancelled,
 }
 
 impl FinishReason {
-    /// `stop`, `length` or `context`.
+    /// `stop`, `length`, `context` or `cancelled`.
     pub const fn name(self) -> &'static str {
         match self {
             FinishReason::Stop => "stop",
             FinishReason::Length => "length",
             FinishReason::Context => "context",
+            FinishReason::Cancelled => "cancelled",
         }
     }
 }
@@ -45,6 +48,13 @@ pub struct Run {
     pub(crate) finish: Option<FinishReason>,
     /// True once its pages were given back.
     pub(crate) closed: bool,
+    /// What the step in work verifies beyond the pending tokens.
+    pub(crate) draft: Vec<u32>,
+    /// `[choices, vocab]`, if the options ask for it.
+    pub(crate) kept_logits: Vec<f32>,
+    /// Drafted tokens that were verified, and those of them that were right.
+    pub(crate) drafted: usize,
+    pub(crate) accepted: usize,
     pub(crate) time: RunTime,
 }
 
@@ -110,10 +120,16 @@ pub struct Generation {
     pub decode: Duration,
     /// Tokens that the later steps gave: all but the first.
     pub decode_tokens: usize,
+    /// Drafted tokens that were verified.
+    pub drafted: usize,
+    /// Those of them that were right.
+    pub accepted: usize,
+    /// `[choices, vocab]` if [`GenerationOptions::keep_logits`] is set, else empty. A stop token is a choice too.
+    pub logits: Vec<f32>,
 }
 
 impl Generation {
-    pub(crate) fn of(run: &Run) -> Generation {
+    pub(crate) fn of(run: &mut Run) -> Generation {
         Generation {
             token_ids: run.new_tokens().to_vec(),
             finish: run.finish.unwrap_or(FinishReason::Length),
@@ -121,6 +137,9 @@ impl Generation {
             prefill: run.time.prefill,
             decode: run.time.decode,
             decode_tokens: run.time.decode_tokens,
+            drafted: run.drafted,
+            accepted: run.accepted,
+            logits: std::mem::take(&mut run.kept_logits),
         }
     }
 }

@@ -44,6 +44,14 @@ pub struct TokenStats {
     pub discarded_rows: u64,
     /// Generations that ended.
     pub generations: u64,
+    /// Drafted tokens that were verified.
+    pub drafted: u64,
+    /// Those of them that were right: tokens that needed no step of their own.
+    pub accepted: u64,
+    /// Drafts that were verified: one a sequence and step.
+    pub drafts: u64,
+    /// Accepted tokens over drafts; `None` if there was none.
+    pub accepted_per_draft: Option<f64>,
 }
 
 /// Where the weights of the steps were read from. Totals in bytes, but for the gauges that say so.

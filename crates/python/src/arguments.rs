@@ -98,15 +98,24 @@ pub fn policy_kind(name: &str) -> PyResult<PolicyKind> {
     choose("policy", name, &PolicyKind::ALL.map(|kind| (kind.name(), kind)))
 }
 
-/// Keyword arguments of a generation, as they come.
-#[allow(clippy::too_many_arguments)]
-pub fn generation_options(
+/// Keyword arguments of a generation, as they come: a dict with exactly these keys.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub struct GenerateArguments {
     max_new_tokens: Option<usize>,
     temperature: f32,
     top_k: usize,
     top_p: f32,
     seed: u64,
     stop_tokens: Vec<u32>,
-) -> GenerationOptions {
-    GenerationOptions { max_new_tokens, temperature, top_k, top_p, seed, stop_tokens }
+    speculation: usize,
+    keep_logits: bool,
+}
+
+impl From<GenerateArguments> for GenerationOptions {
+    fn from(arguments: GenerateArguments) -> GenerationOptions {
+        let GenerateArguments { max_new_tokens, temperature, top_k, top_p, seed, .. } = arguments;
+        let GenerateArguments { stop_tokens, speculation, keep_logits, .. } = arguments;
+        GenerationOptions { max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, speculation, keep_logits }
+    }
 }

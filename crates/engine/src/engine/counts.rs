@@ -36,6 +36,8 @@ impl Engine {
             sources: SourceStats::between(&opened.sources, &device.sources),
             time: TimeStats { load_seconds: self.load_time.as_secs_f64(), ..self.counters.time.clone() },
         };
+        let drafts = stats.tokens.drafts;
+        stats.tokens.accepted_per_draft = (drafts > 0).then(|| stats.tokens.accepted as f64 / drafts as f64);
         stats.weights.referenced_bytes = self.model.weight_bytes() as u64;
         stats.weights.repacked_bytes = info.repacked_bytes;
         Ok(stats)

@@ -21,8 +21,10 @@ pub(super) struct Part {
     pub index: usize,
     /// Position of the first row.
     pub from: usize,
-    /// Rows.
+    /// Rows of tokens that are known or being chosen.
     pub count: usize,
+    /// Rows behind them that verify a draft.
+    pub draft: usize,
     /// The wanted row that gives the next token, if these are the last rows known.
     pub gives: Option<usize>,
     /// False once nobody waits for the result.
@@ -34,8 +36,8 @@ pub(super) struct Part {
 pub(super) struct Flight {
     pub ticket: Ticket,
     pub parts: Vec<Part>,
-    /// True if its logits come to the host: nothing can follow it before they have.
-    pub wants_logits: bool,
+    /// True if nothing can follow it before its results are there: its logits come to the host, or it holds drafts.
+    pub alone: bool,
     pub submitted: Instant,
 }
 
@@ -137,7 +139,7 @@ impl Flights {
 
     /// True if a step may be submitted behind those in flight, of which there are fewer than `depth`.
     pub fn may_follow(&self, depth: usize) -> bool {
-        let follows = self.queue.back().is_some_and(|last| !last.wants_logits);
+        let follows = self.queue.back().is_some_and(|last| !last.alone);
         follows && self.queue.len() < depth && self.patience == 0 && self.failure.is_none()
     }
 
@@ -210,7 +212,7 @@ impl Flights {
             for part in flight.parts.iter_mut().filter(|p| p.live) {
                 if unwanted(part) {
                     part.live = false;
-                    dropped.rows += part.count as u64;
+                    dropped.rows += (part.count + part.draft) as u64;
                 }
             }
             dropped.steps += u64::from(was_live && !flight.is_live());

@@ -1,21 +1,81 @@
 //! Whole generations: steps until every one of them has ended, and a hook between the steps.
 
+use std::sync::Arc;
+
 use super::{Engine, Hook, Progress};
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::options::GenerationOptions;
 use crate::run::{Generation, Run};
+use crate::serve::{Batcher, Event};
 
 impl Engine {
     /// Runs one generation to its end. The hook is called before every step.
     pub fn generate(&mut self, prompt: &[u32], options: GenerationOptions, hook: &mut Hook<'_>) -> Result<Generation> {
         let mut run = self.start(prompt, options)?;
-        let result = self.drive(&mut [&mut run], hook);
+        let result = self.drive(&mut run, hook);
         let generation = self.finish(&mut run);
         result.map(|()| generation)
     }
 
+    fn drive(&mut self, run: &mut Run, hook: &mut Hook<'_>) -> Result<()> {
+        while run.finish.is_none() {
+            let (prompt_done, prompt_total) = run.prompt_progress();
+            hook(Progress { prompt_done, prompt_total, new_tokens: run.new_tokens().len() })?;
+            self.step(&mut [run])?;
+        }
+        Ok(())
+    }
+
+    /// Runs a generation for each of `requests`, up to `max_batch` of them in one step, each as soon as one before it has ended
+    /// and left room. Result `i` is what request `i` gives alone. The hook is called before every step.
+    ///
+    /// # Errors
+    /// The first request's that has one, as [`Engine::start`] and [`Engine::step`] have them; all requests are checked before
+    /// the first is computed.
+    pub fn generate_all(
+        &mut self,
+        requests: Vec<(Vec<u32>, GenerationOptions)>,
+        hook: &mut Hook<'_>,
+    ) -> Result<Vec<Generation>> {
+        for (prompt, options) in &requests {
+            self.limits().check(prompt, options)?;
+        }
+        let mut results: Vec<Option<Generation>> = Vec::new();
+        results.resize_with(requests.len(), || None);
+        let mut batcher = Batcher::new();
+        for (prompt, options) in requests {
+            batcher.submit(self, prompt, options)?;
+        }
+        while !batcher.is_idle() {
+            let stopped = hook(batcher.progress()).and_then(|()| self.batch_step(&mut batcher, &mut results));
+            if let Err(error) = stopped {
+                batcher.abandon(self, EngineError::Interrupted);
+                return Err(error);
+            }
+        }
+        Ok(results.into_iter().flatten().collect())
+    }
+
+    fn batch_step(&mut self, batcher: &mut Batcher, results: &mut [Option<Generation>]) -> Result<()> {
+        for event in batcher.step(self) {
+            if let Event::Ended { id, outcome } = event {
+                let result = outcome.map_err(|error| Arc::try_unwrap(error).unwrap_or_else(EngineError::Shared))?;
+                if let Some(place) = results.get_mut(id.0 as usize) {
+                    *place = Some(result);
+                }
+            }
+        }
+        match batcher.is_blocked() {
+            true => Err(EngineError::Busy),
+            false => Ok(()),
+        }
+    }
+
     /// Runs one greedy generation for each prompt, up to `max_batch` of them in one step; row `i` is what the prompt gives
     /// alone. The hook is called before every step.
+    ///
+    /// # Errors
+    /// As [`Engine::generate_all`].
     pub fn decode_greedy_batch(
         &mut self,
         prompts: &[Vec<u32>],
@@ -25,47 +85,6 @@ impl Engine {
     ) -> Result<Vec<Generation>> {
         let options =
             GenerationOptions { stop_tokens: stop_tokens.to_vec(), ..GenerationOptions::greedy(max_new_tokens) };
-        // All are checked before the first is computed.
-        for prompt in prompts {
-            self.check_tokens(prompt)?;
-            if prompt.len() + max_new_tokens > self.max_context {
-                return Err(self.context_error(prompt.len(), max_new_tokens));
-            }
-        }
-        let mut done = Vec::with_capacity(prompts.len());
-        for group in prompts.chunks(self.options.max_batch) {
-            let mut runs = Vec::with_capacity(group.len());
-            let mut result = Ok(());
-            for prompt in group {
-                match self.start(prompt, options.clone()) {
-                    Ok(run) => runs.push(run),
-                    Err(e) => {
-                        result = Err(e);
-                        break;
-                    }
-                }
-            }
-            if result.is_ok() {
-                result = self.drive(&mut runs.iter_mut().collect::<Vec<_>>(), hook);
-            }
-            done.extend(runs.iter_mut().map(|run| self.finish(run)));
-            result?;
-        }
-        Ok(done)
-    }
-
-    fn drive(&mut self, runs: &mut [&mut Run], hook: &mut Hook<'_>) -> Result<()> {
-        while runs.iter().any(|r| r.finish.is_none()) {
-            let mut progress = Progress::default();
-            for run in runs.iter() {
-                let (done, total) = run.prompt_progress();
-                progress.prompt_done += done;
-                progress.prompt_total += total;
-                progress.new_tokens += run.new_tokens().len();
-            }
-            hook(progress)?;
-            self.step(runs)?;
-        }
-        Ok(())
+        self.generate_all(prompts.iter().map(|prompt| (prompt.clone(), options.clone())).collect(), hook)
     }
 }

@@ -5,6 +5,7 @@ use std::time::Instant;
 use headrace_kv::SequenceId;
 use headrace_provider::TokenRow;
 
+use super::step::StepCount;
 use super::{Engine, Hook, Progress};
 use crate::error::{EngineError, Result};
 
@@ -27,9 +28,9 @@ impl Engine {
     pub fn logits(&mut self, sequences: &[Vec<u32>], last_only: bool, hook: &mut Hook<'_>) -> Result<Logits> {
         let vocab = self.model.config.vocab;
         for tokens in sequences {
-            self.check_tokens(tokens)?;
+            self.limits().check_tokens(tokens)?;
             if tokens.len() > self.max_context {
-                return Err(self.context_error(tokens.len(), 0));
+                return Err(self.limits().context_error(tokens.len(), 0));
             }
         }
         self.land();
@@ -77,7 +78,8 @@ impl Engine {
             self.home.run(&self.input, &mut self.output)?;
             self.counters.tokens.steps += 1;
             self.counters.tokens.rows += self.input.rows.len() as u64;
-            self.count_results(started.elapsed(), end - first, 0);
+            let count = StepCount { prompt_rows: end - first, ..StepCount::default() };
+            self.count_results(started.elapsed(), count);
             for (wanted, &row) in self.input.wanted.iter().enumerate() {
                 if let Err(index) = self.output.tokens[wanted] {
                     return Err(EngineError::NonFinite { position: first + row, index: index as usize });

@@ -8,18 +8,40 @@ use super::Engine;
 use super::flight::{Dropped, Flight, Part, View};
 use crate::error::{EngineError, Result};
 use crate::run::Run;
+use crate::serve::draft;
+
+/// What a step's results were, for the counters.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct StepCount {
+    pub(super) prompt_rows: usize,
+    pub(super) given: usize,
+    pub(super) drafted: usize,
+    pub(super) accepted: usize,
+    pub(super) drafts: usize,
+}
 
 impl Engine {
-    /// One step for all of `runs` that are not finished: the next token of those whose prompt is done, and a chunk of
-    /// prompt rows of those whose isn't.
+    /// One step for all of `runs` that are not finished: the next token of those whose prompt is done (with a draft that is
+    /// right, the next tokens), and a chunk of prompt rows of those whose isn't.
     ///
     /// Where the device allows it and no logits have to come to the host, steps behind it are submitted before its results
     /// are waited for; the next call then finds them on their way. What is in flight for a generation that has ended, that
     /// isn't among `runs` or that was changed in between is dropped: it costs its time and changes nothing.
     ///
     /// # Errors
-    /// The device's, or [`EngineError::NonFinite`]. The runs keep what they had before the step.
+    /// The device's: the runs keep what they had before the step. [`EngineError::NonFinite`]: the run at fault does.
     pub fn step(&mut self, runs: &mut [&mut Run]) -> Result<()> {
+        match self.step_each(runs)?.into_iter().next() {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// As [`Engine::step`], but what is wrong with single runs comes as `(index, error)` beside the others' success.
+    ///
+    /// # Errors
+    /// The device's.
+    pub(crate) fn step_each(&mut self, runs: &mut [&mut Run]) -> Result<Vec<(usize, EngineError)>> {
         self.flights.call(runs);
         let dropped = self.flights.drop_unmatched(runs);
         self.count_dropped(dropped);
@@ -31,7 +53,7 @@ impl Engine {
                 return Err(error);
             }
             if !self.submit_next(runs)? {
-                return Ok(());
+                return Ok(Vec::new());
             }
         }
         let depth = self.steps_in_flight();
@@ -45,7 +67,7 @@ impl Engine {
         }
         match self.flights.pop() {
             Some(flight) => self.take(flight, runs),
-            None => Ok(()),
+            None => Ok(Vec::new()),
         }
     }
 
@@ -83,16 +105,19 @@ impl Engine {
         let ticket = self.home.submit(&self.input)?;
         self.counters.tokens.steps += 1;
         self.counters.tokens.rows += self.input.rows.len() as u64;
-        self.flights.push(Flight { ticket, parts, wants_logits: self.input.want_logits, submitted });
+        // A draft is made of known tokens: nothing can be drafted behind a step whose tokens aren't.
+        let drafting = |part: &Part| part.gives.is_some() && runs[part.index].options.speculation > 0;
+        let alone = self.input.want_logits || parts.iter().any(drafting);
+        self.flights.push(Flight { ticket, parts, alone, submitted });
         Ok(true)
     }
 
-    /// Fills `self.input` with the rows of the next step; `None` if there is none.
+    /// Fills `self.input` with the rows of the next step; `None` if there is none. Rows of runs that decode come first: a long
+    /// prompt may not keep them waiting. Then prompts, in the order of `runs`; then drafts, as room is left.
     fn compose(&mut self, runs: &mut [&mut Run]) -> Result<Option<Vec<Part>>> {
         let views: Vec<View> = runs.iter().map(|run| self.flights.view(run, self.max_context)).collect();
         let mut parts: Vec<Part> = Vec::new();
         let mut left = self.options.max_rows();
-        // Decode rows first: a long prompt may not keep the others waiting.
         for decode in [true, false] {
             for (index, (run, view)) in runs.iter().zip(&views).enumerate() {
                 let pending = view.tokens - view.stored;
@@ -102,14 +127,23 @@ impl Engine {
                 }
                 let count = pending.min(left);
                 left -= count;
-                parts.push(Part { sequence: run.sequence, index, from: view.stored, count, gives: None, live: true });
+                parts.push(Part {
+                    sequence: run.sequence,
+                    index,
+                    from: view.stored,
+                    count,
+                    draft: 0,
+                    gives: None,
+                    live: true,
+                });
             }
         }
         if parts.is_empty() {
             return Ok(None);
         }
+        self.draft(runs, &views, &mut parts, left);
         for part in &parts {
-            let end = part.from + part.count;
+            let end = part.from + part.count + part.draft;
             if self.flights.is_empty() {
                 self.kv.extend(part.sequence, part.from, end, &mut self.home)?;
             } else if !self.kv.extend_within(part.sequence, part.from, end)? {
@@ -135,61 +169,122 @@ impl Engine {
                 input.rows.push(TokenRow { sequence: slot, position, token });
             }
             if part.from + part.count == view.tokens {
+                let end = part.from + part.count;
+                let row = |(at, &id)| TokenRow { sequence: slot, position: end + at, token: Token::Id(id) };
                 part.gives = Some(input.wanted.len());
-                input.wanted.push(input.rows.len() - 1);
-                input.want_logits |= run.sampler.is_some();
+                input.rows.extend(run.draft[..part.draft].iter().enumerate().map(row));
+                input.wanted.extend(input.rows.len() - 1 - part.draft..input.rows.len());
+                input.want_logits |= run.sampler.is_some() || run.options.keep_logits;
             }
         }
         Ok(Some(parts))
     }
 
-    /// Waits for the results of a step and gives each generation what is its.
-    fn take(&mut self, flight: Flight, runs: &mut [&mut Run]) -> Result<()> {
+    /// Drafts what the runs that decode may say next, as far as there is room for `left` more rows.
+    fn draft(&self, runs: &mut [&mut Run], views: &[View], parts: &mut [Part], mut left: usize) {
+        let complete = parts.iter().filter(|p| p.from + p.count == views[p.index].tokens).count();
+        let mut wanted = self.options.max_wanted(self.model.config.vocab).saturating_sub(complete);
+        for part in parts {
+            let (run, view) = (&mut *runs[part.index], views[part.index]);
+            if run.options.speculation == 0 || view.tokens != run.tokens.len() || part.from < run.prompt_len {
+                continue;
+            }
+            // The row after the last drafted token gives one token more.
+            let room = run.max_new.saturating_sub(run.new_tokens().len() + 1);
+            let most = run.options.speculation.min(room).min(left).min(wanted);
+            run.draft.clear();
+            run.draft.extend_from_slice(draft::look_up(&run.tokens, most));
+            part.draft = run.draft.len();
+            left -= part.draft;
+            wanted -= part.draft;
+        }
+    }
+
+    /// Waits for the results of a step and gives each generation what is its. What is wrong with single ones is returned.
+    fn take(&mut self, flight: Flight, runs: &mut [&mut Run]) -> Result<Vec<(usize, EngineError)>> {
         let collected = self.home.collect(flight.ticket, &mut self.output);
         let elapsed = self.flights.landed(&flight);
         collected?;
-        let live = || flight.parts.iter().filter(|p| p.live);
-        for part in live() {
-            if let Some(Err(index)) = part.gives.and_then(|wanted| self.output.tokens.get(wanted)) {
-                let position = part.from + part.count - 1;
-                return Err(EngineError::NonFinite { position, index: *index as usize });
-            }
-        }
-        let vocab = self.model.config.vocab;
-        let (mut prompt_rows, mut given) = (0, 0);
-        for part in live() {
+        let mut failed = Vec::new();
+        let mut count = StepCount::default();
+        for part in flight.parts.iter().filter(|p| p.live) {
             let run = &mut *runs[part.index];
-            let prompt_before = run.stored.min(run.prompt_len);
-            run.stored += part.count;
-            let prompt = run.stored.min(run.prompt_len) - prompt_before;
-            prompt_rows += prompt;
-            let Some(wanted) = part.gives else {
-                run.time.prefill += elapsed;
-                continue;
+            let prompt = part.count.min(run.prompt_len.saturating_sub(run.stored));
+            let given = match part.gives {
+                Some(first) => match self.take_tokens(run, part, first, &mut count) {
+                    Ok(given) => given,
+                    Err(error) => {
+                        failed.push((part.index, error));
+                        continue;
+                    }
+                },
+                None => {
+                    run.stored += part.count;
+                    0
+                }
             };
-            let greedy = self.output.tokens.get(wanted).and_then(|t| t.ok()).unwrap_or_default();
-            let token = match &mut run.sampler {
-                Some(s) => s.draw(&self.output.logits[wanted * vocab..(wanted + 1) * vocab]),
-                None => greedy,
-            };
-            given += 1;
+            count.prompt_rows += prompt;
+            count.given += given;
             if prompt > 0 {
                 run.time.prefill += elapsed;
             } else {
                 run.time.decode += elapsed;
-                run.time.decode_tokens += 1;
+                run.time.decode_tokens += given;
+            }
+        }
+        self.count_results(elapsed, count);
+        Ok(failed)
+    }
+
+    /// Gives `run` the tokens that the step chose for it, whose results begin at wanted row `first`: one, and one more for each
+    /// drafted token that was right. Returns how many.
+    fn take_tokens(&self, run: &mut Run, part: &Part, first: usize, count: &mut StepCount) -> Result<usize> {
+        let vocab = self.model.config.vocab;
+        let (mut given, mut accepted) = (0, 0);
+        for (at, choice) in self.output.tokens[first..=first + part.draft].iter().enumerate() {
+            let greedy = match *choice {
+                Ok(token) => token,
+                Err(index) if at == 0 => {
+                    let position = part.from + part.count - 1;
+                    return Err(EngineError::NonFinite { position, index: index as usize });
+                }
+                // The token before it stands. Its own row comes again as the next step's first, and fails there.
+                Err(_) => {
+                    accepted -= 1;
+                    break;
+                }
+            };
+            let logits = || &self.output.logits[(first + at) * vocab..(first + at + 1) * vocab];
+            let token = run.sampler.as_mut().map_or(greedy, |sampler| sampler.draw(logits()));
+            if run.options.keep_logits {
+                run.kept_logits.extend_from_slice(logits());
             }
             run.take(token, self.max_context);
+            given += 1;
+            if run.finish.is_some() || at == part.draft || run.draft[at] != token {
+                break;
+            }
+            accepted += 1;
         }
-        self.count_results(elapsed, prompt_rows, given);
-        Ok(())
+        // Positions of drafted tokens that were wrong are not counted as stored: the next rows are written over them.
+        run.stored += part.count + accepted;
+        run.drafted += part.draft;
+        run.accepted += accepted;
+        count.drafted += part.draft;
+        count.accepted += accepted;
+        count.drafts += usize::from(part.draft > 0);
+        Ok(given)
     }
 
     /// Counts the results of a step that were taken.
-    pub(super) fn count_results(&mut self, elapsed: Duration, prompt_rows: usize, given: usize) {
+    pub(super) fn count_results(&mut self, elapsed: Duration, count: StepCount) {
+        let StepCount { prompt_rows, given, .. } = count;
         let c = &mut self.counters;
         c.tokens.prompt += prompt_rows as u64;
         c.tokens.emitted += given as u64;
+        c.tokens.drafted += count.drafted as u64;
+        c.tokens.accepted += count.accepted as u64;
+        c.tokens.drafts += count.drafts as u64;
         if prompt_rows > 0 {
             c.time.prefill_seconds += elapsed.as_secs_f64();
         } else {

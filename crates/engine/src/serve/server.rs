@@ -1,0 +1,210 @@
+//! A thread that keeps a [`Batcher`] going, for requests from any number of other threads.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use parking_lot::{Mutex as FairMutex, MutexGuard as FairMutexGuard};
+
+use super::batcher::{Batcher, Event, RequestId};
+use super::feed::{Feed, Request, Writer};
+use crate::engine::{Engine, Limits};
+use crate::error::{EngineError, Result};
+use crate::options::GenerationOptions;
+
+/// An engine that several threads use in turns. The lock is handed on fairly, so that nobody waits for more than a step.
+pub type SharedEngine = Arc<FairMutex<Engine>>;
+
+/// How long a server sleeps before it looks again, while others hold the pages that its requests need.
+const BLOCKED: Duration = Duration::from_millis(2);
+
+/// What callers ask of the engine's thread.
+pub(super) enum Command {
+    /// Take a request.
+    Submit { ticket: u64, prompt: Vec<u32>, options: Box<GenerationOptions>, feed: Writer },
+    /// End a request.
+    Cancel(u64),
+    /// End once the requests have, or end them all.
+    Close { cancel: bool },
+}
+
+/// Continuous generation for other threads. Dropping it cancels what is in work and waits for the step under way.
+pub struct Server {
+    limits: Limits,
+    commands: Sender<Command>,
+    next: AtomicU64,
+    closed: Arc<AtomicBool>,
+    /// Disconnected once the thread has ended.
+    ended: Mutex<Receiver<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Starts the thread. Others may go on using the engine: their calls take turns with the server's steps.
+    ///
+    /// # Errors
+    /// The operating system's, if it refuses a thread.
+    pub fn start(engine: SharedEngine) -> std::io::Result<Server> {
+        let limits = engine.lock().limits();
+        let (sender, receiver) = channel();
+        let closed = Arc::new(AtomicBool::new(false));
+        let (flag, (alive, ended)) = (closed.clone(), channel::<()>());
+        let thread = std::thread::Builder::new().name("headrace-serve".into()).spawn(move || {
+            Worker { engine, batcher: Batcher::new(), feeds: HashMap::new(), tickets: HashMap::new() }.run(&receiver);
+            flag.store(true, Ordering::Release);
+            drop(alive);
+        })?;
+        Ok(Server {
+            limits,
+            commands: sender,
+            next: AtomicU64::new(0),
+            closed,
+            ended: Mutex::new(ended),
+            thread: Some(thread),
+        })
+    }
+
+    /// Takes a request; its tokens come as soon as its turn has.
+    ///
+    /// # Errors
+    /// As [`Engine::start`], but for the pages, for which it waits; [`EngineError::Closed`].
+    pub fn submit(&self, prompt: Vec<u32>, options: GenerationOptions) -> Result<Request> {
+        self.limits.check(&prompt, &options)?;
+        if self.closed.load(Ordering::Acquire) {
+            return Err(EngineError::Closed);
+        }
+        let ticket = self.next.fetch_add(1, Ordering::Relaxed);
+        let feed = Arc::new(Feed::default());
+        let submit = Command::Submit { ticket, prompt, options: Box::new(options), feed: Writer(feed.clone()) };
+        self.commands.send(submit).map_err(|_| EngineError::Closed)?;
+        Ok(Request { ticket, feed, commands: self.commands.clone() })
+    }
+
+    /// Takes no further request from now on. Those that there are go on to their ends, or with `cancel` end now.
+    pub fn close(&self, cancel: bool) {
+        self.closed.store(true, Ordering::Release);
+        // Fails if the thread has ended already.
+        let _ = self.commands.send(Command::Close { cancel });
+    }
+
+    /// Waits at most `patience` for the end of the thread after [`Server::close`]; true if it has ended.
+    pub fn wait_closed(&self, patience: Duration) -> bool {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        matches!(ended.recv_timeout(patience), Err(RecvTimeoutError::Disconnected))
+    }
+
+    /// True once it takes no further request.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.close(true);
+        if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
+            log::error!("the server's thread panicked");
+        }
+    }
+}
+
+/// What the thread works with.
+struct Worker {
+    engine: SharedEngine,
+    batcher: Batcher,
+    feeds: HashMap<RequestId, (u64, Writer)>,
+    tickets: HashMap<u64, RequestId>,
+}
+
+impl Worker {
+    fn run(mut self, commands: &Receiver<Command>) {
+        let mut closing = false;
+        loop {
+            let first = match self.batcher.is_idle() {
+                true if closing => return,
+                // Callers hold a sender each: without one nobody waits for anything.
+                true => match commands.recv() {
+                    Ok(command) => Some(command),
+                    Err(_) => return,
+                },
+                false if self.batcher.is_blocked() => match commands.recv_timeout(BLOCKED) {
+                    Ok(command) => Some(command),
+                    Err(RecvTimeoutError::Timeout) => None,
+                    Err(RecvTimeoutError::Disconnected) => return,
+                },
+                false => None,
+            };
+            let shared = self.engine.clone();
+            let mut engine = shared.lock();
+            let work = catch_unwind(AssertUnwindSafe(|| {
+                for command in first.into_iter().chain(commands.try_iter()) {
+                    closing |= self.obey(command, &mut engine);
+                }
+                self.batcher.step(&mut engine)
+            }));
+            let (events, broken) = match work {
+                Ok(events) => (events, false),
+                Err(panic) => (self.give_up(panic.as_ref(), &mut engine), true),
+            };
+            FairMutexGuard::unlock_fair(engine);
+            events.into_iter().for_each(|event| self.tell(event));
+            if broken {
+                return;
+            }
+        }
+    }
+
+    /// True if the command is to close.
+    fn obey(&mut self, command: Command, engine: &mut Engine) -> bool {
+        match command {
+            Command::Submit { ticket, prompt, options, feed } => match self.batcher.submit(engine, prompt, *options) {
+                Ok(id) => {
+                    self.feeds.insert(id, (ticket, feed));
+                    self.tickets.insert(ticket, id);
+                }
+                Err(error) => feed.0.ended(Err(Arc::new(error))),
+            },
+            Command::Cancel(ticket) => {
+                if let Some(&id) = self.tickets.get(&ticket) {
+                    self.batcher.cancel(engine, id);
+                }
+            }
+            Command::Close { cancel } => {
+                if cancel {
+                    self.tickets.values().for_each(|&id| {
+                        self.batcher.cancel(engine, id);
+                    });
+                }
+                return true;
+            }
+        }
+        false
+    }
+
+    fn tell(&mut self, event: Event) {
+        let (Event::Started { id, .. } | Event::Token { id, .. } | Event::Ended { id, .. }) = event;
+        let Some((ticket, feed)) = self.feeds.get(&id) else { return };
+        match event {
+            Event::Started { waited, .. } => feed.0.started(waited),
+            Event::Token { token, .. } => feed.0.token(token),
+            Event::Ended { outcome, .. } => {
+                feed.0.ended(outcome);
+                self.tickets.remove(ticket);
+                self.feeds.remove(&id);
+            }
+        }
+    }
+
+    /// Ends every request after a panic, which is a bug of this crate.
+    fn give_up(&mut self, panic: &(dyn std::any::Any + Send), engine: &mut Engine) -> Vec<Event> {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref().copied());
+        let what = text.unwrap_or("no message").to_string();
+        log::error!("the server ends after a panic: {what}");
+        let end = AssertUnwindSafe(|| self.batcher.abandon(engine, EngineError::Internal(what)));
+        catch_unwind(end).unwrap_or_default()
+    }
+}
