@@ -22,6 +22,7 @@ from headrace._plan import MemoryPlan, ModelSummary, Need, PieceEntry, Placement
 from headrace._probe import CardReport, ChunkSpeed, HostReport, MachineReport, probe
 from headrace._residency import PolicyOutcome, Simulation, TensorTrace, simulate
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
+from headrace._serve import Pieces, Request, Server
 from headrace._stats import (
     DeviceStats,
     GraphStats,
@@ -60,10 +61,13 @@ __all__ = [
     "NonFiniteError",
     "PhysicalStats",
     "PieceEntry",
+    "Pieces",
     "PlacementChoice",
     "Plan",
     "PolicyOutcome",
     "PoolStats",
+    "Request",
+    "Server",
     "Simulation",
     "SourceStats",
     "Stats",

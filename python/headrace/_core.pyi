@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
-from headrace._options import LoadOptions
+from headrace._options import GenerateOptions, LoadOptions
 
 __all__ = [
     "BudgetError",
@@ -16,6 +16,9 @@ __all__ = [
     "HeadraceError",
     "ModelFormatError",
     "NonFiniteError",
+    "Request",
+    "Server",
+    "TextStream",
     "TokenStream",
     "UnsupportedModelError",
     "build_info",
@@ -24,7 +27,10 @@ __all__ = [
     "simulate",
 ]
 
-_GenerationTuple: TypeAlias = tuple[list[int], Literal["stop", "length", "context"], int, float, float, int]
+_FinishReason: TypeAlias = Literal["stop", "length", "context", "cancelled"]
+_GenerationTuple: TypeAlias = tuple[
+    list[int], _FinishReason, int, float, float, int, int, int, npt.NDArray[np.float32] | None
+]
 
 class HeadraceError(Exception): ...
 class ModelFormatError(HeadraceError): ...
@@ -56,36 +62,17 @@ class Engine:
     @property
     def vocab_size(self) -> int: ...
     def generate(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int | None,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-        stop_tokens: Sequence[int],
-        progress: Callable[[int, int, int], None] | None,
+        self, prompt: Sequence[int], options: GenerateOptions, progress: Callable[[int, int, int], None] | None
     ) -> _GenerationTuple: ...
-    def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int | None,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-        stop_tokens: Sequence[int],
-    ) -> TokenStream: ...
-    def decode_greedy_batch(
+    def generate_all(
         self,
         prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_tokens: Sequence[int],
+        options: GenerateOptions,
         progress: Callable[[int, int, int], None] | None,
     ) -> list[_GenerationTuple]: ...
+    def stream(self, prompt: Sequence[int], options: GenerateOptions) -> TokenStream: ...
+    def serve(self) -> Server: ...
+    def text_stream(self) -> TextStream: ...
     def logits(self, sequences: Sequence[Sequence[int]], *, last_only: bool) -> npt.NDArray[np.float32]: ...
     def plan(self) -> str: ...
     def set_vram_limit(self, bytes: int) -> None: ...
@@ -100,6 +87,34 @@ class TokenStream:
     def __next__(self) -> tuple[str, int | None]: ...
     def close(self) -> None: ...
     @property
-    def finish_reason(self) -> Literal["stop", "length", "context"] | None: ...
+    def finish_reason(self) -> _FinishReason | None: ...
     @property
     def token_ids(self) -> list[int]: ...
+
+@final
+class TextStream:
+    def push(self, token: int) -> str: ...
+    def finish(self) -> str: ...
+
+@final
+class Server:
+    def submit(self, prompt: Sequence[int], options: GenerateOptions) -> Request: ...
+    def close(self, cancel: bool) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def next_woken(self) -> list[int] | None: ...
+
+@final
+class Request:
+    @property
+    def number(self) -> int: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def waited_steps(self) -> int | None: ...
+    @property
+    def done(self) -> bool: ...
+    def cancel(self) -> None: ...
+    def wait(self, at: int) -> int | None: ...
+    def poll(self, at: int) -> tuple[bool, int | None]: ...
+    def result(self, seconds: float | None) -> _GenerationTuple | None: ...

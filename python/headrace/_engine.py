@@ -5,20 +5,30 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace import _core
 from headrace._catalog import resolve
-from headrace._options import Activations, Device, KvDtype, KvLayout, Placement, Policy, load_options
+from headrace._options import (
+    Activations,
+    Device,
+    KvDtype,
+    KvLayout,
+    Placement,
+    Policy,
+    generate_options,
+    load_options,
+)
 from headrace._plan import Plan
 from headrace._progress import GenerationProgress
 from headrace._residency import TensorTrace
-from headrace._results import BatchResult, Generation, GenerationStats, Stream
+from headrace._results import BatchResult, Generation, Stream, generation, generation_stats
+from headrace._serve import Server
 from headrace._sizes import parse_size
 from headrace._stats import Stats
-
 
 
 class Engine:
@@ -145,6 +155,7 @@ class Engine:
         pairs = [(m["role"], m["content"]) for m in messages]
         return self._inner.apply_chat_template(pairs, add_generation_prompt=add_generation_prompt)
 
+    @overload
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -155,18 +166,55 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         stop_tokens: Sequence[int] | None = None,
+        speculation: int = 0,
+        keep_logits: bool = False,
         progress: bool | None = None,
-    ) -> Generation:
-        """Continues a prompt.
+    ) -> Generation: ...
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...] | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+        speculation: int = 0,
+        keep_logits: bool = False,
+        progress: bool | None = None,
+    ) -> list[Generation]: ...
+    def generate(
+        self,
+        prompt: str | Sequence[int] | list[str] | tuple[str, ...] | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+        speculation: int = 0,
+        keep_logits: bool = False,
+        progress: bool | None = None,
+    ) -> Generation | list[Generation]:
+        """Continues a prompt, or each prompt of a list.
+
+        A list is worked off as many at a time as `max_batch` and memory allow, each starting as soon as one before it has
+        ended. The results are in the order of the prompts, and each is what its prompt gives alone, bit for bit.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: Text, or token ids; or a list of either.
             max_new_tokens: Most new tokens. Default: until a stop token, or the end of the context.
             temperature: 0 is the greedy choice: the largest logit, of equal ones the lower id. Above 0 a token is drawn.
             top_k: Draw from the `top_k` most likely tokens; 0 for all.
             top_p: Draw from the smallest set of tokens whose probabilities add up to `top_p`; 1 for all.
             seed: Seed of the draws.
             stop_tokens: Tokens that end the generation and are not part of it. Default: the model's own; `()` for none.
+            speculation: Most tokens that a step verifies beyond the one that it is for, drafted from what the sequence said
+                before; 0 for none. Greedy choices only. Never changes a token: it saves steps where a text repeats itself.
+            keep_logits: Keep the logits of each choice, `vocab_size` floats a token. For audits.
             progress: Show progress on standard error. Default: if that is a terminal and the call takes long.
 
         Raises:
@@ -174,20 +222,22 @@ class Engine:
             NonFiniteError: A logit is not finite.
             ValueError: An argument is out of range.
         """
-        with GenerationProgress(progress, max_new_tokens) as bars:
-            result = self._inner.generate(
-                self._prompt_ids(prompt),
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop_tokens=self._stop_tokens(stop_tokens),
-                progress=bars.callback,
-            )
-        ids, reason, *rest = result
-        text = self.decode(ids) if self._inner.has_tokenizer else ""
-        return Generation(text=text, token_ids=tuple(ids), finish_reason=reason, stats=_generation_stats(result))
+        options = generate_options(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_tokens=self._stop_tokens(stop_tokens),
+            speculation=speculation,
+            keep_logits=keep_logits,
+        )
+        if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], (str, Sequence, np.ndarray)):
+            with GenerationProgress(progress, max_new_tokens) as bars:
+                return generation(self._inner.generate(self._prompt_ids(prompt), options, bars.callback), self)  # type: ignore[arg-type]
+        with GenerationProgress(progress, max_new_tokens and max_new_tokens * len(prompt)) as bars:
+            prompts = [self._prompt_ids(p) for p in prompt]  # type: ignore[arg-type]
+            return [generation(row, self) for row in self._inner.generate_all(prompts, options, bars.callback)]
 
     def stream(
         self,
@@ -199,22 +249,32 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         stop_tokens: Sequence[int] | None = None,
+        speculation: int = 0,
     ) -> Stream:
         """Continues a prompt, giving the text piece by piece. Arguments and errors as for `generate`.
 
         A piece always holds whole characters; all pieces together are `generate(...).text`.
         """
-        return Stream(
-            self._inner.stream(
-                self._prompt_ids(prompt),
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop_tokens=self._stop_tokens(stop_tokens),
-            )
+        options = generate_options(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_tokens=self._stop_tokens(stop_tokens),
+            speculation=speculation,
         )
+        return Stream(self._inner.stream(self._prompt_ids(prompt), options))
+
+    def serve(self) -> Server:
+        """Starts continuous generation: a thread that takes requests at any time and works on `max_batch` of them at once.
+
+            with engine.serve() as server:
+                request = server.submit("Once upon a time", max_new_tokens=64)
+                for piece in request.pieces():
+                    print(piece, end="")
+        """
+        return Server(self, self._inner.serve())
 
     def decode_greedy_batch(
         self,
@@ -222,19 +282,24 @@ class Engine:
         *,
         max_new_tokens: int,
         stop_tokens: Sequence[int] | None = None,
+        speculation: int = 0,
         progress: bool | None = None,
     ) -> BatchResult:
-        """Continues several prompts greedily, up to `max_batch` of them in one step.
+        """Continues several prompts greedily, up to `max_batch` of them in one step, each starting as soon as one before it has ended.
 
         Row `i` of the result is what prompt `i` gives alone, bit for bit. Arguments and errors as for `generate`.
         """
+        options = generate_options(
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            top_k=0,
+            top_p=1.0,
+            seed=0,
+            stop_tokens=self._stop_tokens(stop_tokens),
+            speculation=speculation,
+        )
         with GenerationProgress(progress, max_new_tokens * len(prompts)) as bars:
-            rows = self._inner.decode_greedy_batch(
-                [self._prompt_ids(p) for p in prompts],
-                max_new_tokens=max_new_tokens,
-                stop_tokens=self._stop_tokens(stop_tokens),
-                progress=bars.callback,
-            )
+            rows = self._inner.generate_all([self._prompt_ids(p) for p in prompts], options, bars.callback)
         lengths = np.array([len(row[0]) for row in rows], dtype=np.int32)
         token_ids = np.full((len(rows), int(lengths.max(initial=0))), -1, dtype=np.int32)
         for i, row in enumerate(rows):
@@ -243,7 +308,7 @@ class Engine:
             token_ids=token_ids,
             lengths=lengths,
             finish_reasons=tuple(row[1] for row in rows),
-            stats=tuple(_generation_stats(row) for row in rows),
+            stats=tuple(generation_stats(row) for row in rows),
         )
 
     def logits(self, sequences: Sequence[Sequence[int]], *, last_only: bool = False) -> npt.NDArray[np.float32]:
@@ -310,14 +375,3 @@ class Engine:
 
     def _stop_tokens(self, stop_tokens: Sequence[int] | None) -> list[int]:
         return self.eos_token_ids if stop_tokens is None else list(stop_tokens)
-
-
-def _generation_stats(result: _core._GenerationTuple) -> GenerationStats:
-    ids, _, prompt_tokens, prefill, decode, decode_tokens = result
-    return GenerationStats(
-        prompt_tokens=prompt_tokens,
-        new_tokens=len(ids),
-        prefill_seconds=prefill,
-        decode_seconds=decode,
-        decode_tokens=decode_tokens,
-    )

@@ -46,6 +46,43 @@ class LoadOptions(TypedDict):
     policy_budget: int | None
 
 
+class GenerateOptions(TypedDict):
+    """What the core takes for one generation: every key."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop_tokens: list[int]
+    speculation: int
+    keep_logits: bool
+
+
+def generate_options(
+    *,
+    max_new_tokens: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    stop_tokens: list[int],
+    speculation: int,
+    keep_logits: bool = False,
+) -> GenerateOptions:
+    """The options of a generation as the core takes and checks them."""
+    return {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop_tokens": stop_tokens,
+        "speculation": speculation,
+        "keep_logits": keep_logits,
+    }
+
+
 def load_options(
     *,
     device: Device = "auto",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,10 @@ import numpy.typing as npt
 from headrace import _core
 from headrace._records import Record
 
-FinishReason = Literal["stop", "length", "context"]
+if TYPE_CHECKING:
+    from headrace._engine import Engine
+
+FinishReason = Literal["stop", "length", "context", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class GenerationStats(Record):
     """Later steps."""
     decode_tokens: int
     """Tokens that the later steps gave: all but the first."""
+    drafted_tokens: int = 0
+    """Tokens of drafts, each verified in a step; 0 without `speculation`."""
+    accepted_tokens: int = 0
+    """Those of them that were right, and needed no step of their own."""
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -49,8 +56,11 @@ class Generation(Record):
     token_ids: tuple[int, ...]
     """New tokens, without the stop token."""
     finish_reason: FinishReason
-    """`stop`: a stop token was chosen; `length`: `max_new_tokens` were given; `context`: `max_context` is full."""
+    """`stop`: a stop token was chosen; `length`: `max_new_tokens` were given; `context`: `max_context` is full;
+    `cancelled`: the request was cancelled, and these are the tokens that it had."""
     stats: GenerationStats
+    logits: npt.NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
+    """`(choices, vocab)`: the logits of each choice, that of a stop token included, if `keep_logits` asked for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +82,28 @@ class BatchResult(Record):
     def __getitem__(self, row: int) -> list[int]:
         """New tokens of a row as a list."""
         return [int(t) for t in self.token_ids[row, : self.lengths[row]]]
+
+
+def generation(row: _core._GenerationTuple, engine: Engine) -> Generation:
+    """The result of a generation as the core reports it, with its text."""
+    text = engine.decode(row[0]) if engine._inner.has_tokenizer else ""
+    return Generation(
+        text=text, token_ids=tuple(row[0]), finish_reason=row[1], stats=generation_stats(row), logits=row[8]
+    )
+
+
+def generation_stats(row: _core._GenerationTuple) -> GenerationStats:
+    """Its counts and times."""
+    ids, _, prompt_tokens, prefill, decode, decode_tokens, drafted, accepted, _ = row
+    return GenerationStats(
+        prompt_tokens=prompt_tokens,
+        new_tokens=len(ids),
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        decode_tokens=decode_tokens,
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+    )
 
 
 class Stream:

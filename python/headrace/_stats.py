@@ -46,6 +46,14 @@ class TokenStats(Record):
     """Rows, counted above, whose results were of no use."""
     generations: int
     """Generations that ended."""
+    drafted: int
+    """Tokens of drafts, each verified in a step."""
+    accepted: int
+    """Those of them that were right, and needed no step of their own."""
+    drafts: int
+    """Drafts that were verified: one a sequence and step."""
+    accepted_per_draft: float | None
+    """Accepted tokens over drafts; `None` if there was none."""
 
 
 @dataclass(frozen=True)

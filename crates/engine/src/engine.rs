@@ -20,7 +20,7 @@ pub use logits::Logits;
 
 use flight::Flights;
 
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::home::Home;
 use crate::inventory::Inventory;
 use crate::kv_state::KvState;
@@ -49,7 +49,7 @@ pub struct Progress {
 /// A loaded model on a device.
 pub struct Engine {
     model: Arc<ModelSpec>,
-    tokenizer: Option<Tokenizer>,
+    tokenizer: Option<Arc<Tokenizer>>,
     options: EngineOptions,
     max_context: usize,
     home: Home,
@@ -82,16 +82,8 @@ impl Engine {
     }
 
     /// The model's tokenizer; `None` if its files have none.
-    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+    pub fn tokenizer(&self) -> Option<&Arc<Tokenizer>> {
         self.tokenizer.as_ref()
-    }
-
-    /// The model's tokenizer.
-    ///
-    /// # Errors
-    /// [`EngineError::NoTokenizer`] if its files have none.
-    pub fn require_tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer.as_ref().ok_or(EngineError::NoTokenizer)
     }
 
     /// The options it was loaded with.

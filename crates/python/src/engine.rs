@@ -1,35 +1,23 @@
 //! `_core.Engine`: the engine behind a lock, with every long call off the GIL.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
-use headrace_engine::{EngineError, Generation, Progress};
+use headrace_engine::serve::SharedEngine;
+use headrace_engine::{EngineError, Progress};
 use headrace_model::ChatMessage;
-use numpy::{IntoPyArray, PyArray2, PyArrayMethods};
-use pyo3::exceptions::PyValueError;
+use headrace_model::tokenizer::Tokenizer;
+use numpy::PyArray2;
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 
-use crate::arguments::{LoadArguments, engine_options, generation_options, policy_kind};
+use crate::arguments::{GenerateArguments, LoadArguments, engine_options, policy_kind};
 use crate::errors::HeadraceError;
 use crate::guard::{Signals, Stop, detached};
+use crate::result::{GenerationTuple, matrix, to_tuple};
+use crate::serve::Server;
 use crate::stream::TokenStream;
-
-/// A generation as Python takes it: token ids, finish reason, prompt tokens, prefill seconds, decode seconds, tokens that
-/// the decode steps gave.
-type GenerationTuple = (Vec<u32>, &'static str, usize, f64, f64, usize);
-
-fn tuple(g: Generation) -> GenerationTuple {
-    (g.token_ids, g.finish.name(), g.prompt_tokens, g.prefill.as_secs_f64(), g.decode.as_secs_f64(), g.decode_tokens)
-}
-
-/// The engine, shared between Python objects.
-pub type Shared = Arc<Mutex<headrace_engine::Engine>>;
-
-/// The engine, for one step or one call. A call that panicked has given its exception already; what it left is checked by
-/// the engine itself.
-pub fn lock(shared: &Shared) -> MutexGuard<'_, headrace_engine::Engine> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use crate::text::TextStream;
 
 /// What a model's files hold and what a limit means for it, as JSON: `[inventory, memory or null]`.
 #[pyfunction]
@@ -60,7 +48,12 @@ pub fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
 /// A loaded model on a device.
 #[pyclass(module = "headrace._core", frozen)]
 pub struct Engine {
-    shared: Shared,
+    shared: SharedEngine,
+    /// What never changes, so that nobody waits for a step to learn it.
+    tokenizer: Option<Arc<Tokenizer>>,
+    eos: Vec<u32>,
+    max_context: usize,
+    vocab: usize,
 }
 
 #[pymethods]
@@ -70,25 +63,30 @@ impl Engine {
     fn load(py: Python<'_>, path: PathBuf, options: LoadArguments) -> PyResult<Engine> {
         let options = engine_options(options)?;
         let engine = detached(py, move || Ok(headrace_engine::Engine::load(&path, options)?))?;
-        Ok(Engine { shared: Arc::new(Mutex::new(engine)) })
+        Ok(Engine {
+            tokenizer: engine.tokenizer().cloned(),
+            eos: engine.model().special.eos.clone(),
+            max_context: engine.max_context(),
+            vocab: engine.model().config.vocab,
+            shared: Arc::new(Mutex::new(engine)),
+        })
     }
 
     /// Token ids of a text.
     #[pyo3(signature = (text, *, add_special))]
     fn encode(&self, py: Python<'_>, text: &str, add_special: bool) -> PyResult<Vec<u32>> {
-        detached(py, || {
-            let engine = lock(&self.shared);
-            Ok(engine.require_tokenizer()?.encode(text, add_special).map_err(EngineError::from)?)
-        })
+        detached(py, || Ok(self.tokenizer()?.encode(text, add_special).map_err(EngineError::from)?))
     }
 
     /// Text of token ids.
     #[pyo3(signature = (ids, *, skip_special))]
     fn decode(&self, py: Python<'_>, ids: Vec<u32>, skip_special: bool) -> PyResult<String> {
-        detached(py, || {
-            let engine = lock(&self.shared);
-            Ok(engine.require_tokenizer()?.decode(&ids, skip_special).map_err(EngineError::from)?)
-        })
+        detached(py, || Ok(self.tokenizer()?.decode(&ids, skip_special).map_err(EngineError::from)?))
+    }
+
+    /// A text that comes token by token, special tokens left out.
+    fn text_stream(&self) -> TextStream {
+        TextStream::new(self.tokenizer.as_deref())
     }
 
     /// The text that the model's chat template makes of `(role, content)` pairs.
@@ -102,93 +100,75 @@ impl Engine {
         let messages: Vec<ChatMessage> =
             messages.into_iter().map(|(role, content)| ChatMessage { role, content }).collect();
         detached(py, || {
-            let engine = lock(&self.shared);
-            let tokenizer = engine.require_tokenizer()?;
-            Ok(tokenizer.apply_chat_template(&messages, add_generation_prompt).map_err(EngineError::from)?)
+            Ok(self.tokenizer()?.apply_chat_template(&messages, add_generation_prompt).map_err(EngineError::from)?)
         })
     }
 
     /// True if the model's files hold a chat template.
     #[getter]
     fn has_chat_template(&self) -> bool {
-        lock(&self.shared).tokenizer().is_some_and(|t| t.has_chat_template())
+        self.tokenizer.as_ref().is_some_and(|t| t.has_chat_template())
     }
 
     /// True if the model's files hold a tokenizer.
     #[getter]
     fn has_tokenizer(&self) -> bool {
-        lock(&self.shared).tokenizer().is_some()
+        self.tokenizer.is_some()
     }
 
     /// Tokens that end a generation by the model's own word.
     #[getter]
     fn eos_token_ids(&self) -> Vec<u32> {
-        lock(&self.shared).model().special.eos.clone()
+        self.eos.clone()
     }
 
     /// Most positions of a sequence.
     #[getter]
     fn max_context(&self) -> usize {
-        lock(&self.shared).max_context()
+        self.max_context
     }
 
     /// Vocabulary.
     #[getter]
     fn vocab_size(&self) -> usize {
-        lock(&self.shared).model().config.vocab
+        self.vocab
     }
 
     /// Runs one generation to its end.
-    #[pyo3(signature = (prompt, *, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens, progress))]
-    #[allow(clippy::too_many_arguments)]
-    fn generate(
+    fn generate<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         prompt: Vec<u32>,
-        max_new_tokens: Option<usize>,
-        temperature: f32,
-        top_k: usize,
-        top_p: f32,
-        seed: u64,
-        stop_tokens: Vec<u32>,
+        options: GenerateArguments,
         progress: Option<Py<PyAny>>,
-    ) -> PyResult<GenerationTuple> {
-        let options = generation_options(max_new_tokens, temperature, top_k, top_p, seed, stop_tokens);
-        self.watched(py, progress, |engine, hook| engine.generate(&prompt, options, hook)).map(tuple)
+    ) -> PyResult<GenerationTuple<'py>> {
+        let options = options.into();
+        let result = self.watched(py, progress, |engine, hook| engine.generate(&prompt, options, hook))?;
+        to_tuple(py, result, self.vocab)
+    }
+
+    /// Runs a generation for each prompt, as many at once as there are seats and pages.
+    fn generate_all<'py>(
+        &self,
+        py: Python<'py>,
+        prompts: Vec<Vec<u32>>,
+        options: GenerateArguments,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Vec<GenerationTuple<'py>>> {
+        let options: headrace_engine::GenerationOptions = options.into();
+        let requests = prompts.into_iter().map(|prompt| (prompt, options.clone())).collect();
+        let results = self.watched(py, progress, |engine, hook| engine.generate_all(requests, hook))?;
+        results.into_iter().map(|result| to_tuple(py, result, self.vocab)).collect()
     }
 
     /// Starts a generation whose tokens are taken one by one.
-    #[pyo3(signature = (prompt, *, max_new_tokens, temperature, top_k, top_p, seed, stop_tokens))]
-    #[allow(clippy::too_many_arguments)]
-    fn stream(
-        &self,
-        py: Python<'_>,
-        prompt: Vec<u32>,
-        max_new_tokens: Option<usize>,
-        temperature: f32,
-        top_k: usize,
-        top_p: f32,
-        seed: u64,
-        stop_tokens: Vec<u32>,
-    ) -> PyResult<TokenStream> {
-        let options = generation_options(max_new_tokens, temperature, top_k, top_p, seed, stop_tokens);
-        detached(py, || Ok(TokenStream::start(self.shared.clone(), &prompt, options)?))
+    fn stream(&self, py: Python<'_>, prompt: Vec<u32>, options: GenerateArguments) -> PyResult<TokenStream> {
+        detached(py, || Ok(TokenStream::start(self.shared.clone(), &prompt, options.into())?))
     }
 
-    /// Runs one greedy generation for each prompt.
-    #[pyo3(signature = (prompts, *, max_new_tokens, stop_tokens, progress))]
-    fn decode_greedy_batch(
-        &self,
-        py: Python<'_>,
-        prompts: Vec<Vec<u32>>,
-        max_new_tokens: usize,
-        stop_tokens: Vec<u32>,
-        progress: Option<Py<PyAny>>,
-    ) -> PyResult<Vec<GenerationTuple>> {
-        let all = self.watched(py, progress, |engine, hook| {
-            engine.decode_greedy_batch(&prompts, max_new_tokens, &stop_tokens, hook)
-        })?;
-        Ok(all.into_iter().map(tuple).collect())
+    /// Starts a thread that runs continuous generation on this engine.
+    fn serve(&self) -> PyResult<Server> {
+        Server::start(self.shared.clone(), self.vocab)
     }
 
     /// Logits of token rows, `(rows, vocab)`.
@@ -200,51 +180,51 @@ impl Engine {
         last_only: bool,
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let logits = self.watched(py, None, |engine, hook| engine.logits(&sequences, last_only, hook))?;
-        logits
-            .values
-            .into_pyarray(py)
-            .reshape([logits.rows, logits.vocab])
-            .map_err(|e| PyValueError::new_err(e.to_string()))
+        matrix(py, logits.values, logits.vocab)
     }
 
     /// What the model's files hold and what the limit means now, as JSON: `[inventory, memory or null]`.
     fn plan(&self, py: Python<'_>) -> PyResult<String> {
         to_json(&detached(py, || {
-            let engine = lock(&self.shared);
+            let engine = self.shared.lock();
             Ok((engine.inventory(), engine.memory()))
         })?)
     }
 
     /// Changes the memory limit of the live engine.
     fn set_vram_limit(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
-        detached(py, || Ok(lock(&self.shared).set_vram_limit(bytes)?))
+        detached(py, || Ok(self.shared.lock().set_vram_limit(bytes)?))
     }
 
     /// A checksum of every resident piece of weights, read back from the device; `None` for a cold one.
     fn weight_checksums(&self, py: Python<'_>) -> PyResult<Vec<Option<u64>>> {
-        detached(py, || Ok(lock(&self.shared).weight_checksums()?))
+        detached(py, || Ok(self.shared.lock().weight_checksums()?))
     }
 
     /// What a residency policy made of each tensor's reads, as JSON.
     fn residency_trace(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&detached(py, || Ok(lock(&self.shared).residency_trace()))?)
+        to_json(&detached(py, || Ok(self.shared.lock().residency_trace()))?)
     }
 
     /// The counters, as JSON.
     fn stats(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&detached(py, || Ok(lock(&self.shared).stats()?))?)
+        to_json(&detached(py, || Ok(self.shared.lock().stats()?))?)
     }
 
     /// Opens a new window for the totals.
     fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
-            lock(&self.shared).reset_stats();
+            self.shared.lock().reset_stats();
             Ok(())
         })
     }
 }
 
 impl Engine {
+    fn tokenizer(&self) -> Result<&Tokenizer, EngineError> {
+        self.tokenizer.as_deref().ok_or(EngineError::NoTokenizer)
+    }
+
     /// Runs `work` without the GIL; between steps, looks for signals and calls `progress(prompt_done, prompt_total,
     /// new_tokens)`.
     fn watched<T: Send>(
@@ -261,7 +241,7 @@ impl Engine {
                     None => Ok(()),
                 })
             };
-            let result = work(&mut lock(&self.shared), &mut hook);
+            let result = work(&mut self.shared.lock(), &mut hook);
             signals.settle(result)
         })
     }

@@ -37,9 +37,9 @@ create_exception!(
 );
 
 /// The Python exception for an engine error.
-pub fn to_py(error: EngineError) -> PyErr {
+pub fn to_py(error: &EngineError) -> PyErr {
     let text = error.to_string();
-    match error {
+    match error.root() {
         EngineError::Model(ModelError::Io { source, .. }) => match source.kind() {
             std::io::ErrorKind::NotFound => PyFileNotFoundError::new_err(text),
             _ => PyOSError::new_err(text),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use headrace_engine::EngineError;
 use pyo3::prelude::*;
 
-use crate::errors::{HeadraceError, to_py};
+use crate::errors::to_py;
 
 /// How often a running call looks for signals. Looking takes the GIL, which another thread may hold for milliseconds.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
@@ -29,7 +29,7 @@ impl From<EngineError> for Stop {
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Stop> + Send) -> PyResult<T> {
     match py.detach(|| catch_unwind(AssertUnwindSafe(work))) {
         Ok(Ok(value)) => Ok(value),
-        Ok(Err(Stop::Engine(error))) => Err(to_py(error)),
+        Ok(Err(Stop::Engine(error))) => Err(to_py(&error)),
         Ok(Err(Stop::Python(error))) => Err(error),
         Err(panic) => {
             let what = panic
@@ -37,7 +37,7 @@ pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Stop> 
                 .map(String::as_str)
                 .or_else(|| panic.downcast_ref::<&str>().copied())
                 .unwrap_or("no message");
-            Err(HeadraceError::new_err(format!("internal error, please report it with headrace.build_info(): {what}")))
+            Err(to_py(&EngineError::Internal(what.to_string())))
         }
     }
 }

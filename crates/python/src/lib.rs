@@ -4,7 +4,10 @@ mod arguments;
 mod engine;
 mod errors;
 mod guard;
+mod result;
+mod serve;
 mod stream;
+mod text;
 
 use pyo3::prelude::*;
 
@@ -23,7 +26,11 @@ mod _core {
         UnsupportedModelError,
     };
     #[pymodule_export]
+    use super::serve::{Request, Server};
+    #[pymodule_export]
     use super::stream::TokenStream;
+    #[pymodule_export]
+    use super::text::TextStream;
 
     use super::*;
 

@@ -1,17 +1,17 @@
 //! `_core.TokenStream`: one generation, a token at a time.
 
+use headrace_engine::serve::SharedEngine;
 use headrace_engine::{EngineError, GenerationOptions, Run};
 use headrace_model::tokenizer::DecodeStream;
 use pyo3::prelude::*;
 
-use crate::engine::{Shared, lock};
 use crate::guard::{Signals, detached};
 
 /// A generation in work. Iterating gives `(text, token id)` as tokens are chosen; `text` is empty until a character is
 /// complete. The engine is free for others between two tokens. Dropping it gives its pages back.
 #[pyclass(module = "headrace._core")]
 pub struct TokenStream {
-    shared: Shared,
+    shared: SharedEngine,
     run: Run,
     text: Option<DecodeStream>,
     /// New tokens that the iterator has given.
@@ -22,9 +22,9 @@ pub struct TokenStream {
 
 impl TokenStream {
     /// Admits the generation.
-    pub fn start(shared: Shared, prompt: &[u32], options: GenerationOptions) -> Result<TokenStream, EngineError> {
+    pub fn start(shared: SharedEngine, prompt: &[u32], options: GenerationOptions) -> Result<TokenStream, EngineError> {
         let (run, text) = {
-            let mut engine = lock(&shared);
+            let mut engine = shared.lock();
             let text = engine.tokenizer().map(|t| t.decode_stream(true));
             (engine.start(prompt, options)?, text)
         };
@@ -43,7 +43,7 @@ impl TokenStream {
             let mut signals = Signals::new();
             let mut result = Ok(());
             while result.is_ok() && self.run.new_tokens().len() == self.given && self.run.finish_reason().is_none() {
-                result = signals.check(|_| Ok(())).and_then(|()| lock(&self.shared).step(&mut [&mut self.run]));
+                result = signals.check(|_| Ok(())).and_then(|()| self.shared.lock().step(&mut [&mut self.run]));
             }
             signals.settle(result)?;
             if let Some(&token) = self.run.new_tokens().get(self.given) {
@@ -54,7 +54,7 @@ impl TokenStream {
                 };
                 return Ok(Some((piece, Some(token))));
             }
-            lock(&self.shared).finish(&mut self.run);
+            self.shared.lock().finish(&mut self.run);
             if std::mem::replace(&mut self.flushed, true) {
                 return Ok(None);
             }
@@ -66,7 +66,7 @@ impl TokenStream {
     /// Ends the generation and gives its pages back. A second call changes nothing.
     fn close(&mut self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
-            lock(&self.shared).finish(&mut self.run);
+            self.shared.lock().finish(&mut self.run);
             self.flushed = true;
             Ok(())
         })
@@ -87,6 +87,6 @@ impl TokenStream {
 
 impl Drop for TokenStream {
     fn drop(&mut self) {
-        lock(&self.shared).finish(&mut self.run);
+        self.shared.lock().finish(&mut self.run);
     }
 }

@@ -72,7 +72,7 @@ impl Engine {
         let kv = KvState::new(setup.geometry, setup.max_context, options.max_batch, &home)?;
         Ok(Engine {
             model,
-            tokenizer,
+            tokenizer: tokenizer.map(Arc::new),
             options,
             max_context: setup.max_context,
             home,

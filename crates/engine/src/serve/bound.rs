@@ -35,5 +35,6 @@ pub(super) fn steps_until_started(engine: &Engine, pages: usize, before: impl It
         most = most.max(work.pages);
     }
     let promised = engine.max_pages().saturating_sub(most) as u64 + 1;
-    prompts / prompt_rows as u64 + requests + tokens / seats as u64 + page_tokens / promised
+    let late = requests * (1 + engine.options().steps_in_flight as u64);
+    prompts / prompt_rows as u64 + late + tokens / seats as u64 + page_tokens / promised
 }
