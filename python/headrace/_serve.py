@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
@@ -42,8 +41,8 @@ class Server:
         self._engine = engine
         self._inner = inner
         self._wakeups = _Wakeups(inner)
-        # The engine's thread must not be in a step while the interpreter goes away.
-        self._at_exit = _close_at_exit(self)
+        # A server that nobody holds any more ends; at the latest before the interpreter goes away.
+        self._finalizer = weakref.finalize(self, inner.close, True)
 
     def submit(
         self,
@@ -83,7 +82,7 @@ class Server:
     def close(self, *, cancel: bool = False) -> None:
         """Takes no further request, and returns once all have ended. `cancel` ends them now, and so does Ctrl-C."""
         self._inner.close(cancel)
-        atexit.unregister(self._at_exit)
+        self._finalizer.detach()
 
     @property
     def closed(self) -> bool:
@@ -280,15 +279,3 @@ class _Wakeups:
 def _set(news: asyncio.Future[None]) -> None:
     if not news.done():
         news.set_result(None)
-
-
-def _close_at_exit(server: Server) -> Callable[[], None]:
-    alive = weakref.ref(server._inner)
-
-    def close() -> None:
-        inner = alive()
-        if inner is not None:
-            inner.close(True)
-
-    atexit.register(close)
-    return close
