@@ -42,9 +42,9 @@ mod tests {
     #[test]
     fn without_a_match_there_is_no_draft() {
         for tokens in [&[][..], &[1], &[1, 1], &[1, 2], &[1, 2, 3], &[1, 2, 1]] {
-            assert_eq!(look_up(tokens, 4), [], "{tokens:?}");
+            assert!(look_up(tokens, 4).is_empty(), "{tokens:?}");
         }
-        assert_eq!(look_up(&[1, 2, 3, 1, 2], 0), []);
+        assert!(look_up(&[1, 2, 3, 1, 2], 0).is_empty());
     }
 
     #[test]

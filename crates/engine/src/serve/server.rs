@@ -30,6 +30,9 @@ pub(super) enum Command {
     Cancel(u64),
     /// End once the requests have, or end them all.
     Close { cancel: bool },
+    /// Panic, as a bug would.
+    #[cfg(test)]
+    Panic,
 }
 
 /// Continuous generation for other threads. Dropping it cancels what is in work and waits for the step under way.
@@ -181,6 +184,8 @@ impl Worker {
                 }
                 return true;
             }
+            #[cfg(test)]
+            Command::Panic => unreachable!("as it was told"),
         }
         false
     }
@@ -206,5 +211,103 @@ impl Worker {
         log::error!("the server ends after a panic: {what}");
         let end = AssertUnwindSafe(|| self.batcher.abandon(engine, EngineError::Internal(what)));
         catch_unwind(end).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use headrace_testing::{ModelShape, random_model};
+
+    use super::super::News;
+    use super::*;
+    use crate::options::{DeviceChoice, EngineOptions};
+    use crate::run::FinishReason;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn engine() -> SharedEngine {
+        let options = EngineOptions {
+            device: DeviceChoice::Cpu,
+            threads: Some(1),
+            max_batch: 3,
+            prefill_chunk: 8,
+            ..EngineOptions::default()
+        };
+        let model = Arc::new(random_model(5, &ModelShape::default()));
+        Arc::new(FairMutex::new(Engine::from_spec(model, None, options).unwrap()))
+    }
+
+    fn sequences(engine: &SharedEngine) -> u64 {
+        engine.lock().stats().unwrap().kv.sequences
+    }
+
+    #[test]
+    fn closing_waits_for_what_was_submitted() {
+        let engine = engine();
+        let server = Server::start(engine.clone()).unwrap();
+        let prompts: Vec<Vec<u32>> = (1..20).map(|n| (0..n).collect()).collect();
+        let requests: Vec<_> =
+            prompts.iter().map(|p| server.submit(p.clone(), GenerationOptions::greedy(9)).unwrap()).collect();
+        server.close(false);
+        assert!(matches!(server.submit(vec![1], GenerationOptions::greedy(1)), Err(EngineError::Closed)));
+        assert!(server.wait_closed(LONG));
+        for (request, prompt) in requests.iter().zip(&prompts) {
+            let got = request.outcome(Duration::ZERO).unwrap().unwrap();
+            let alone = engine.lock().generate(prompt, GenerationOptions::greedy(9), &mut |_| Ok(())).unwrap();
+            assert_eq!(got.token_ids, alone.token_ids);
+            assert_eq!(request.tokens(), alone.token_ids);
+            assert_eq!(request.wait(9, Duration::ZERO), News::Ended);
+        }
+        assert_eq!(sequences(&engine), 0);
+    }
+
+    #[test]
+    fn what_is_let_go_is_cancelled() {
+        let engine = engine();
+        let server = Server::start(engine.clone()).unwrap();
+        let request = server.submit(vec![1, 2, 3], GenerationOptions::default()).unwrap();
+        assert!(matches!(request.wait(3, LONG), News::Token(_)));
+        drop(request);
+        let other: Vec<_> = (0..5).map(|_| server.submit(vec![1, 2], GenerationOptions::default()).unwrap()).collect();
+        assert!(matches!(other[0].wait(0, LONG), News::Token(_)));
+        drop(server);
+        for request in other {
+            assert_eq!(request.outcome(Duration::ZERO).unwrap().unwrap().finish, FinishReason::Cancelled);
+        }
+        assert_eq!(sequences(&engine), 0);
+    }
+
+    #[test]
+    fn news_wakes_whoever_polled() {
+        let server = Server::start(engine()).unwrap();
+        let request = server.submit(vec![1, 2, 3], GenerationOptions::greedy(40)).unwrap();
+        let mut at = 0;
+        loop {
+            let (sender, woken) = channel();
+            match request.poll(at, move || sender.send(()).unwrap_or_default()) {
+                News::Token(_) => at += 1,
+                News::Ended => break,
+                News::Pending => woken.recv_timeout(LONG).unwrap(),
+            }
+        }
+        assert_eq!(at, 40);
+    }
+
+    #[test]
+    fn a_panic_becomes_the_error_of_every_request() {
+        let engine = engine();
+        let server = Server::start(engine.clone()).unwrap();
+        let requests: Vec<_> =
+            (0..5).map(|_| server.submit(vec![1, 2], GenerationOptions::default()).unwrap()).collect();
+        assert!(matches!(requests[0].wait(0, LONG), News::Token(_)));
+        server.commands.send(Command::Panic).unwrap();
+        for request in &requests {
+            let error = request.outcome(LONG).unwrap().unwrap_err();
+            assert!(matches!(*error, EngineError::Internal(_)), "{error}");
+        }
+        assert!(server.wait_closed(LONG));
+        assert!(server.submit(vec![1], GenerationOptions::greedy(1)).is_err());
+        assert_eq!(sequences(&engine), 0);
+        engine.lock().generate(&[1], GenerationOptions::greedy(1), &mut |_| Ok(())).unwrap();
     }
 }
