@@ -25,29 +25,43 @@ struct Planned {
     cancelled: Option<u64>,
 }
 
+/// What a mix is made of. Steps whose logits are kept are never followed by others in flight, so some are not.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    speculation: bool,
+    logits: bool,
+}
+
+const KINDS: [Kind; 4] = [
+    Kind { speculation: false, logits: true },
+    Kind { speculation: true, logits: true },
+    Kind { speculation: false, logits: false },
+    Kind { speculation: true, logits: false },
+];
+
 /// 1 to 32 requests of 1 to 400 positions. Half of the prompts repeat themselves, so that drafts are found.
-fn plan(rng: &mut impl Rng, speculation: bool) -> Vec<Planned> {
+fn plan(rng: &mut impl Rng, kind: Kind) -> Vec<Planned> {
     let count = rng.random_range(1..=32);
     let spread = *[0, 20, 200].choose(rng).unwrap();
-    let one = |rng: &mut _| planned(rng, speculation, spread);
+    let one = |rng: &mut _| planned(rng, kind, spread);
     (0..count).map(|_| one(rng)).collect()
 }
 
-fn planned(rng: &mut impl Rng, speculation: bool, spread: u64) -> Planned {
+fn planned(rng: &mut impl Rng, kind: Kind, spread: u64) -> Planned {
     let length = (CONTEXT as f64).powf(rng.random_range(0.2..=1.0)) as usize;
     let prompt = rng.random_range(1..length.max(2)).min(CONTEXT - 1);
     let period = *[2, 7, 1000].choose(rng).unwrap();
     let start = rng.random_range(0..VOCAB);
     let prompt: Vec<u32> = (0..prompt as u32).map(|i| (start + (i % period) * 17) % VOCAB).collect();
     let max_new_tokens = Some(rng.random_range(0..=length.saturating_sub(prompt.len())));
-    let drawn = rng.random_bool(0.2);
+    let drawn = kind.logits && rng.random_bool(0.2);
     let options = GenerationOptions {
         max_new_tokens,
         temperature: if drawn { 0.8 } else { 0.0 },
         seed: rng.random(),
         stop_tokens: if rng.random_bool(0.3) { vec![rng.random_range(0..VOCAB)] } else { vec![] },
-        speculation: if speculation && !drawn { rng.random_range(0..=8) } else { 0 },
-        keep_logits: true,
+        speculation: if kind.speculation && !drawn { rng.random_range(0..=8) } else { 0 },
+        keep_logits: kind.logits,
         ..GenerationOptions::default()
     };
     let arrival = rng.random_range(0..=spread);
@@ -94,12 +108,12 @@ fn check(engine: &mut Engine, reference: &mut Engine, plan: &[Planned], when: &s
         if got.finish == FinishReason::Cancelled {
             assert!(p.cancelled.is_some(), "{when}");
             assert_eq!(got.token_ids, expected.token_ids[..got.token_ids.len()], "{when}");
-            let rows = got.logits.len() / vocab;
-            assert_eq!(rows, got.token_ids.len(), "{when}");
-            assert_eq!(bits(&got.logits), bits(&expected.logits[..rows * vocab]), "{when}");
+            let end = got.token_ids.len() * vocab * usize::from(p.options.keep_logits);
+            assert_eq!(bits(&got.logits), bits(&expected.logits[..end]), "{when}");
         } else {
             assert_eq!((&got.token_ids, got.finish), (&expected.token_ids, expected.finish), "{when}");
-            assert_eq!(bits(&got.logits), bits(&expected.logits), "{when}");
+            let end = expected.logits.len() * usize::from(p.options.keep_logits);
+            assert_eq!(bits(&got.logits), bits(&expected.logits[..end]), "{when}");
         }
     }
     let stats = engine.stats().unwrap();
@@ -119,9 +133,9 @@ fn on_the_cpu_every_request_is_as_if_alone() {
         for (batch, layout) in [(1, KvLayout::HeadMajor), (5, KvLayout::SeqMajor), (32, KvLayout::HeadMajor)] {
             let o = EngineOptions { kv_layout: layout, ..options(batch, chunk) };
             let mut engine = cpu(&model, o);
-            for speculation in [false, true] {
-                let plan = plan(&mut rng, speculation);
-                check(&mut engine, &mut reference, &plan, &format!("chunk {chunk}, batch {batch}, {speculation}"));
+            for kind in KINDS {
+                let plan = plan(&mut rng, kind);
+                check(&mut engine, &mut reference, &plan, &format!("chunk {chunk}, batch {batch}, {kind:?}"));
             }
         }
     }
@@ -130,23 +144,24 @@ fn on_the_cpu_every_request_is_as_if_alone() {
 #[test]
 fn on_the_host_device_every_request_is_as_if_alone() {
     let mut rng = generator(2);
-    let (mut streamed, mut accepted) = (0, 0);
+    let (mut streamed, mut accepted, mut discarded) = (0, 0, 0);
     for (round, chunk) in [1, 9, 32, 100, 512].into_iter().enumerate() {
         let model = tiny_model(10 + round as u64, 3, CONTEXT);
         let mut reference = cpu(&model, options(1, 64));
         for (batch, layout) in [(3, KvLayout::HeadMajor), (16, KvLayout::SeqMajor), (32, KvLayout::HeadMajor)] {
-            let o = EngineOptions { kv_layout: layout, ..options(batch, chunk) };
+            let o = EngineOptions { kv_layout: layout, steps_in_flight: 1 + round % 4, ..options(batch, chunk) };
             let (minimum, everything) = limits(&model, &o);
             for limit in [minimum, (minimum + everything) / 2, everything] {
                 let (mut engine, _) = host(&model, o.clone(), limit);
-                for speculation in [false, true] {
-                    let plan = plan(&mut rng, speculation);
-                    let when = format!("chunk {chunk}, batch {batch}, limit {limit} of {everything}, {speculation}");
+                for kind in KINDS {
+                    let plan = plan(&mut rng, kind);
+                    let when = format!("chunk {chunk}, batch {batch}, limit {limit} of {everything}, {kind:?}");
                     check(&mut engine, &mut reference, &plan, &when);
                 }
                 let stats = engine.stats().unwrap();
                 streamed += stats.weights.streamed_bytes;
                 accepted += stats.tokens.accepted;
+                discarded += stats.tokens.discarded_rows;
                 if limit == everything {
                     assert_eq!(stats.weights.streamed_bytes, 0);
                 }
@@ -154,6 +169,8 @@ fn on_the_host_device_every_request_is_as_if_alone() {
         }
     }
     assert!(streamed > 0 && accepted > 100, "{streamed} bytes streamed, {accepted} drafted tokens accepted");
+    // Steps were in flight while requests left.
+    assert!(discarded > 100, "{discarded}");
 }
 
 #[test]
@@ -161,7 +178,7 @@ fn a_list_of_requests_gives_what_each_gives_alone_in_order() {
     let model = tiny_model(4, 2, CONTEXT);
     let mut engine = cpu(&model, EngineOptions { device: DeviceChoice::Cpu, ..options(3, 20) });
     let mut rng = generator(3);
-    let requests: Vec<_> = (0..40).map(|_| planned(&mut rng, true, 0)).map(|p| (p.prompt, p.options)).collect();
+    let requests: Vec<_> = (0..40).map(|_| planned(&mut rng, KINDS[1], 0)).map(|p| (p.prompt, p.options)).collect();
     let expected: Vec<_> = requests.iter().map(|(prompt, o)| alone(&mut engine, prompt, o)).collect();
     let prompts: usize = requests.iter().map(|(prompt, _)| prompt.len()).sum();
     let mut last = (0, 0);
