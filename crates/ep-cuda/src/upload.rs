@@ -56,7 +56,7 @@ pub struct Uploader {
     counters: UploadCounters,
     /// True once it was logged that the host gathers embedding rows.
     said_gathered: bool,
-    /// Why files couldn't be registered.
+    /// Why files couldn't be registered, or rows not be read in place.
     refusals: Vec<String>,
 }
 
@@ -94,7 +94,7 @@ impl Uploader {
         self.counters
     }
 
-    /// Why files couldn't be registered, one entry a file.
+    /// Why files couldn't be registered, one entry a file, and the embedding not be read in place.
     pub fn refusals(&self) -> &[String] {
         &self.refusals
     }
@@ -188,10 +188,9 @@ impl Uploader {
                 Some(at) => *address = at,
                 None => {
                     if !std::mem::replace(&mut self.said_gathered, true) {
-                        let name = &tensor.name;
-                        log::warn!(
-                            "{name}: the card can't read its rows in place; no step is submitted before the last one's tokens are known"
-                        );
+                        let why = "the card can't read its rows in place, so one step is in flight at a time";
+                        self.refusals.push(format!("{}: {why}", tensor.name));
+                        log::warn!("{}: {why}", tensor.name);
                     }
                     return None;
                 }
