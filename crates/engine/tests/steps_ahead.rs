@@ -376,7 +376,7 @@ fn a_failure_of_a_step_ahead_is_said_after_the_tokens_before_it() {
     let model = model();
     let [.., smallest] = limits(&model);
     let given = DEPTHS.map(|depth| {
-        let (engine, _, probe) = make(&model, options(depth), smallest, 4);
+        let (engine, seen, probe) = make(&model, options(depth), smallest, 4);
         let mut engine = engine.unwrap();
         let expected = greedy(&mut engine, 30);
         probe.inject(Fault { at: FaultPoint::Run, nth: 12 });
@@ -399,6 +399,12 @@ fn a_failure_of_a_step_ahead_is_said_after_the_tokens_before_it() {
         let options = GenerationOptions { stop_tokens: vec![token], ..GenerationOptions::greedy(30) };
         assert_eq!(generate(&mut engine, PROMPTS[0], &options), expected[..at]);
         assert_eq!(probe.fired(), if depth > 1 { 2 } else { 1 });
+        if depth == 1 {
+            assert!(engine.generate(PROMPTS[0], GenerationOptions::greedy(30), &mut |_| Ok(())).is_err());
+        }
+        seen.lock().unwrap().most = 0;
+        assert_eq!(greedy(&mut engine, 30), expected);
+        assert_eq!(seen.lock().unwrap().most, depth, "and keeps no later step back");
         before
     });
     assert_eq!(given, [given[0]; 3]);
