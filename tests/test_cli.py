@@ -53,6 +53,16 @@ def test_fetch_refuses_a_wrong_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert list((tmp_path / "smollm2-135m").iterdir()) == []
 
 
+def test_plan_shows_what_batches_take_and_save(smollm2: Path) -> None:
+    options = ("--device", "host-device", "--vram-limit", "120MiB", "--max-context", "512", "--max-batch", "16")
+    table = run("plan", str(smollm2), *options, "--length", "256").stdout
+    assert "sequences of 256 positions" in table and "streamed a token" in table and "at most 16 at once" in table
+    plan = json.loads(run("plan", str(smollm2), *options, "--length", "256", "--json").stdout)
+    rows = plan["trade"]["rows"]
+    assert [row["sequences"] for row in rows] == [1, 2, 4, 8, 16]
+    assert all(row["resident_bytes"] + row["streamed_bytes"] == sum(p["bytes"] for p in plan["memory"]["pieces"]) for row in rows)
+
+
 def test_plan(smollm2: Path) -> None:
     table = run("plan", str(smollm2), "--tensors").stdout
     assert "blk.29.ffn_down.weight" in table and "Q4_1" in table

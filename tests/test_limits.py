@@ -155,6 +155,34 @@ def test_the_plan_is_what_the_engine_does(smollm2: Path) -> None:
     assert engine.stats().weights.resident_bytes_read == 5 * plan.memory.resident_bytes
 
 
+def test_the_trade_is_what_batches_do(smollm2: Path) -> None:
+    """Streamed bytes a token fall with the number of sequences as planned, KV taking room from the weights."""
+    options = {"max_context": CONTEXT, "max_batch": 8, "prefill_chunk": 64}
+    with pytest.raises(headrace.BudgetError) as error:
+        headrace.Engine.load(smollm2, device="host-device", vram_limit=1, **options)
+    limit = int(str(error.value).split("at least ")[1].split(" ")[0]) + (30 << 20)
+    length = 64
+    trade = headrace.plan(smollm2, device="host-device", vram_limit=limit, length=length, **options).trade
+    assert trade is not None and trade.length == length
+    assert [row.sequences for row in trade.rows] == [1, 2, 4, 8] and trade.largest == 8
+    for row in trade.rows:
+        engine = headrace.Engine.load(smollm2, device="host-device", vram_limit=limit, steps_in_flight=1, **options)
+        assert engine.trade(length) == trade
+        before = engine.stats()
+        new = 8
+        prompts = [[i + 3] * (length - new) for i in range(row.sequences)]
+        with engine.serve() as server:
+            requests = [server.submit(p, max_new_tokens=new, stop_tokens=()) for p in prompts]
+            assert all(len(r.result().token_ids) == new for r in requests)
+        # Steps that held prompt rows read the weights as well: the last steps are those of all sequences.
+        stats = engine.stats()
+        per_step = (stats.weights.streamed_bytes - before.weights.streamed_bytes) / stats.tokens.steps
+        assert per_step == pytest.approx(row.streamed_bytes, rel=0.05)
+        assert stats.weights.streamed_bytes_per_token == stats.weights.streamed_bytes / stats.tokens.emitted
+        assert stats.kv.largest_batch <= stats.kv.max_pages
+    assert trade.rows[1].streamed_bytes_per_token < 0.53 * trade.rows[0].streamed_bytes_per_token
+
+
 def test_sizes_are_parsed(smollm2: Path) -> None:
     from headrace._sizes import parse_size
 

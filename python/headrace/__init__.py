@@ -18,7 +18,7 @@ from headrace._core import (
     build_info,
 )
 from headrace._engine import Engine
-from headrace._plan import MemoryPlan, ModelSummary, Need, PieceEntry, PlacementChoice, Plan, TensorEntry, plan
+from headrace._plan import MemoryPlan, ModelSummary, Need, PieceEntry, PlacementChoice, Plan, TensorEntry, Trade, TradeRow, plan
 from headrace._probe import CardReport, ChunkSpeed, HostReport, MachineReport, probe
 from headrace._residency import PolicyOutcome, Simulation, TensorTrace, simulate
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
@@ -76,6 +76,8 @@ __all__ = [
     "TensorTrace",
     "TimeStats",
     "TokenStats",
+    "Trade",
+    "TradeRow",
     "UnsupportedModelError",
     "WeightStats",
     "__version__",

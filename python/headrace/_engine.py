@@ -22,7 +22,7 @@ from headrace._options import (
     generate_options,
     load_options,
 )
-from headrace._plan import Plan
+from headrace._plan import Plan, Trade
 from headrace._progress import GenerationProgress
 from headrace._residency import TensorTrace
 from headrace._results import BatchResult, Generation, Stream, generation, generation_stats
@@ -321,7 +321,14 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """What a step reads, and from where, as it is now."""
-        return Plan.from_json(self._inner.plan())
+        return Plan.from_json(self._inner.plan(None))
+
+    def trade(self, length: int | None = None) -> Trade | None:
+        """What batches of sequences of `length` positions (default: `max_context`) take and save under the limit.
+
+        `None` on a device that reads weights in place.
+        """
+        return Plan.from_json(self._inner.plan(length)).trade
 
     @property
     def max_context(self) -> int:

@@ -133,18 +133,61 @@ class MemoryPlan(Record):
 
 
 @dataclass(frozen=True)
+class TradeRow(Record):
+    """A decode step of so many sequences, all of them as long as the table says. Sizes in bytes."""
+
+    sequences: int
+    kv_bytes: int
+    """KV capacity that they need."""
+    resident_bytes: int
+    """Weights that stay in device memory."""
+    streamed_bytes: int
+    """Weights that a step copies."""
+    host_mapped_bytes: int
+    """Weights that a step reads in place on the host."""
+    streamed_bytes_per_token: float
+    """Streamed bytes over the step's tokens, one a sequence."""
+    byte_hit_rate: float
+    """Resident bytes over all bytes of weights that a step reads."""
+
+
+@dataclass(frozen=True)
+class Trade(Record):
+    """What more sequences at once buy and cost: they share what is streamed, and their KV takes room from the weights."""
+
+    length: int
+    """Positions of each sequence."""
+    largest: int
+    """Most sequences of that length at once, `max_batch` at most."""
+    largest_by_memory: int
+    """What memory alone would allow, with buffers for `max_batch` rows."""
+    before_kv_takes_weights: int
+    """Most sequences beside which a step reads at most 2% more bytes of cold weights than beside one: up to here
+    streamed bytes a token fall as one over their number."""
+    rows: tuple[TradeRow, ...]
+    """1, 2, 4, ... sequences, and the most."""
+
+
+@dataclass(frozen=True)
 class Plan(Record):
     """What a run of a model reads, and from where."""
 
     model: ModelSummary
     memory: MemoryPlan | None
     """The placement under the limit; `None` on a device that reads weights in place."""
+    trade: Trade | None
+    """What batches take and save under the limit; `None` likewise."""
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """From what the core reports: `[model, memory or null]`."""
-        model, memory = json.loads(text)
-        return cls(ModelSummary.from_dict(model), None if memory is None else MemoryPlan.from_dict(memory))
+        """From what the core reports: `[model, [memory, trade] or null]`."""
+        model, limited = json.loads(text)
+        memory, trade = limited or (None, None)
+        return cls(
+            ModelSummary.from_dict(model),
+            None if memory is None else MemoryPlan.from_dict(memory),
+            None if trade is None else Trade.from_dict(trade),
+        )
 
 
 def plan(
@@ -163,10 +206,12 @@ def plan(
     kv_layout: KvLayout = "head-major",
     piece_bytes: int | str | None = None,
     ring_slots: int = 4,
+    length: int | None = None,
 ) -> Plan:
     """Reads a model's files and returns what a step would read, without loading anything.
 
-    `model` and the options are those of `Engine.load`. Raises what that would, `BudgetError` for a limit that can't work
+    `model` and the options are those of `Engine.load`; `length` is that of the sequences in `Plan.trade`, by default
+    `max_context`. Raises what that would, `BudgetError` for a limit that can't work
     among them.
     """
     options = load_options(
@@ -184,4 +229,4 @@ def plan(
         piece_bytes=piece_bytes,
         ring_slots=ring_slots,
     )
-    return Plan.from_json(_core.plan(resolve(model), options))
+    return Plan.from_json(_core.plan(resolve(model), options, length))

@@ -72,6 +72,8 @@ class WeightStats(Record):
     """Read in place over the link by the device's kernels."""
     host_computed_bytes: int
     """Read and multiplied by the host's cores."""
+    streamed_bytes_per_token: float | None
+    """Streamed bytes over the tokens that were chosen meanwhile; `None` if there was none."""
     byte_hit_rate: float | None
     """Resident bytes over all bytes that the device read; `None` if it read none."""
     hits: int
@@ -205,6 +207,12 @@ class KvStats(Record):
     """Pages in use."""
     bucket_pages: int
     """Pages that the current bucket holds."""
+    max_pages: int
+    """Pages that all sequences can be promised together."""
+    promised_pages: int
+    """Pages that live sequences were promised."""
+    largest_batch: int
+    """Sequences of `max_context` positions that fit at once, `max_batch` at most."""
     page_bytes: int
     """Bytes of a page."""
     token_bytes: int

@@ -31,6 +31,7 @@ use crate::residency::TensorTrace;
 use crate::run::{FinishReason, Generation, Run, RunTime};
 use crate::sampling::Sampler;
 use crate::stats::{TimeStats, TokenStats};
+use crate::trade::Trade;
 
 /// Called between steps; `Err` stops the work, whose pages are given back.
 pub type Hook<'a> = dyn FnMut(Progress) -> Result<()> + 'a;
@@ -205,6 +206,12 @@ impl Engine {
         let budget = self.home.budget()?;
         let weights = budget.weights();
         Some(MemoryReport::of(&self.model, weights.layout(), budget.plan(), weights.placement()))
+    }
+
+    /// What batches of sequences of `length` positions (of `max_context`, where that is less or no length is given) take and
+    /// save under the limit; `None` where nothing is limited.
+    pub fn trade(&self, length: Option<usize>) -> Option<Trade> {
+        self.home.trade(length.unwrap_or(self.max_context))
     }
 
     /// A checksum of every resident piece's bytes, read back from the device, in read order; `None` for a cold piece. For

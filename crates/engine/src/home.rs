@@ -22,6 +22,7 @@ use crate::program;
 use crate::residency::pins::pinned_pieces;
 use crate::residency::simulate::Scenario;
 use crate::schedule::{Ring, Schedule};
+use crate::trade::Trade;
 
 /// A model's home.
 pub(crate) enum Home {
@@ -90,14 +91,15 @@ impl Home {
         model: &Arc<ModelSpec>,
         options: &EngineOptions,
         sizes: &Sizes,
-    ) -> Result<MemoryReport> {
+        length: usize,
+    ) -> Result<(MemoryReport, Trade)> {
         check_in_place(provider.as_ref(), options)?;
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
         let needs = device_needs(provider.as_mut(), model, options, &layout)?;
         let plan = MemoryPlan::new(&layout, info.granule, needs, sizes)?;
-        Ok(MemoryReport::of(model, &layout, &plan, &plan.placement))
+        Ok((MemoryReport::of(model, &layout, &plan, &plan.placement), Trade::new(&layout, &plan, sizes, length)))
     }
 
     /// What a residency policy would have to work with, without mapping anything.
@@ -129,6 +131,16 @@ impl Home {
         match self {
             Home::InPlace { .. } => None,
             Home::Paged { budget, .. } => Some(budget),
+        }
+    }
+
+    /// What batches of sequences of `length` positions would take and save; `None` where nothing is limited.
+    pub(crate) fn trade(&self, length: usize) -> Option<Trade> {
+        match self {
+            Home::InPlace { .. } => None,
+            Home::Paged { budget, sizes } => {
+                Some(Trade::new(budget.weights().schedule_layout(), budget.plan(), sizes, length))
+            }
         }
     }
 

@@ -27,6 +27,7 @@ pub mod schedule;
 pub mod serve;
 mod setup;
 pub mod stats;
+pub mod trade;
 
 pub use engine::{Engine, Hook, Limits, Logits, Progress};
 pub use error::{EngineError, Result};

@@ -69,6 +69,8 @@ pub struct WeightStats {
     pub host_mapped_bytes: u64,
     /// Read and multiplied by the host's cores.
     pub host_computed_bytes: u64,
+    /// Streamed bytes over the tokens that were chosen meanwhile; `None` if there was none.
+    pub streamed_bytes_per_token: Option<f64>,
     /// Resident bytes over all bytes that the device read; `None` if it read none.
     pub byte_hit_rate: Option<f64>,
     /// Reads of pieces that a policy had resident. 0 under the static schedule, as all below.
@@ -318,6 +320,12 @@ pub struct KvStats {
     pub pages: u64,
     /// Pages that the current bucket holds.
     pub bucket_pages: u64,
+    /// Pages that all sequences can be promised together.
+    pub max_pages: u64,
+    /// Pages that live sequences were promised.
+    pub promised_pages: u64,
+    /// Sequences of `max_context` positions that fit at once, `max_batch` at most.
+    pub largest_batch: u64,
     /// Bytes of a page.
     pub page_bytes: u64,
     /// Bytes of one position.

@@ -19,11 +19,13 @@ use crate::serve::Server;
 use crate::stream::TokenStream;
 use crate::text::TextStream;
 
-/// What a model's files hold and what a limit means for it, as JSON: `[inventory, memory or null]`.
+/// What a model's files hold and what a limit means for it and for batches of sequences of `length` positions, as JSON:
+/// `[inventory, [memory, trade] or null]`.
 #[pyfunction]
-pub fn plan(py: Python<'_>, path: PathBuf, options: LoadArguments) -> PyResult<String> {
+#[pyo3(signature = (path, options, length))]
+pub fn plan(py: Python<'_>, path: PathBuf, options: LoadArguments, length: Option<usize>) -> PyResult<String> {
     let options = engine_options(options)?;
-    to_json(&detached(py, move || Ok(headrace_engine::Engine::plan(&path, &options)?))?)
+    to_json(&detached(py, move || Ok(headrace_engine::Engine::plan(&path, &options, length)?))?)
 }
 
 /// What each of the named residency policies would move, as JSON.
@@ -183,11 +185,12 @@ impl Engine {
         matrix(py, logits.values, logits.vocab)
     }
 
-    /// What the model's files hold and what the limit means now, as JSON: `[inventory, memory or null]`.
-    fn plan(&self, py: Python<'_>) -> PyResult<String> {
+    /// What the model's files hold and what the limit means now, as JSON: `[inventory, [memory, trade] or null]`.
+    #[pyo3(signature = (length))]
+    fn plan(&self, py: Python<'_>, length: Option<usize>) -> PyResult<String> {
         to_json(&detached(py, || {
             let engine = self.shared.lock();
-            Ok((engine.inventory(), engine.memory()))
+            Ok((engine.inventory(), engine.memory().zip(engine.trade(length))))
         })?)
     }
 

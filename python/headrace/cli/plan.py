@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace._options import PLACEMENTS, POLICIES
-from headrace._plan import MemoryPlan, Plan
+from headrace._plan import MemoryPlan, Plan, Trade
 from headrace._plan import plan as make_plan
 from headrace._residency import Simulation
 from headrace._residency import simulate as simulate_policies
@@ -26,6 +26,7 @@ from headrace._residency import simulate as simulate_policies
 @click.option("--headroom", help="Bytes that stay free below the limit.  [default: by platform]")
 @click.option("--max-context", type=click.IntRange(min=1), help="Most positions.  [default: what the model declares]")
 @click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True, help="Most sequences at once.")
+@click.option("--length", type=click.IntRange(min=1), help="Positions of each sequence in the table of batches.  [default: most]")
 @click.option("--tensors", is_flag=True, help="List every tensor in read order.")
 @click.option("--pieces", is_flag=True, help="List every piece of weights and its place.")
 @click.option("--simulate", is_flag=True, help="Show what residency policies would move beside the optimum.")
@@ -41,6 +42,7 @@ def plan(
     headroom: str | None,
     max_context: int | None,
     max_batch: int,
+    length: int | None,
     tensors: bool,
     pieces: bool,
     simulate: bool,
@@ -75,6 +77,7 @@ def plan(
         headroom=headroom,
         max_context=max_context,
         max_batch=max_batch,
+        length=length,
     )
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
@@ -85,6 +88,8 @@ def plan(
     console.print(_formats(result))
     if result.memory is not None:
         console.print(_memory(result.memory))
+        if result.trade is not None:
+            console.print(_trade(result.trade))
         if pieces:
             console.print(_pieces(result.memory))
     if tensors:
@@ -132,6 +137,18 @@ def _memory(m: MemoryPlan) -> Table:
     table.add_row("streamed", f"{m.streamed_bytes:,}", f"weights that every step copies, through {m.ring_slots} slots")
     if m.host_mapped_bytes:
         table.add_row("host-mapped", f"{m.host_mapped_bytes:,}", "weights that every step reads in place")
+    return table
+
+
+def _trade(t: Trade) -> Table:
+    table = Table("sequences", title=f"decode steps of sequences of {t.length:,} positions")
+    for column in ("KV bytes", "resident", "streamed a step", "streamed a token", "by bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for r in t.rows:
+        sizes = (f"{size:,.0f}" for size in (r.kv_bytes, r.resident_bytes, r.streamed_bytes, r.streamed_bytes_per_token))
+        table.add_row(f"{r.sequences:,}", *sizes, f"{r.byte_hit_rate:.1%}")
+    more = f"; memory would hold {t.largest_by_memory:,}" if t.largest_by_memory > t.largest else ""
+    table.caption = f"at most {t.largest:,} at once{more}; KV takes weights beyond {t.before_kv_takes_weights}"
     return table
 
 

@@ -38,6 +38,11 @@ impl Engine {
         };
         let drafts = stats.tokens.drafts;
         stats.tokens.accepted_per_draft = (drafts > 0).then(|| stats.tokens.accepted as f64 / drafts as f64);
+        let emitted = stats.tokens.emitted;
+        stats.weights.streamed_bytes_per_token =
+            (emitted > 0).then(|| stats.weights.streamed_bytes as f64 / emitted as f64);
+        let most = self.max_pages() / self.pages_for(self.max_context).max(1);
+        stats.kv.largest_batch = most.min(self.options.max_batch) as u64;
         stats.weights.referenced_bytes = self.model.weight_bytes() as u64;
         stats.weights.repacked_bytes = info.repacked_bytes;
         Ok(stats)

@@ -19,6 +19,7 @@ use crate::paged::PagedCounters;
 use crate::plan::MemoryReport;
 use crate::residency::{PolicyKind, Simulation, simulate};
 use crate::setup::{Chosen, Device, Setup};
+use crate::trade::Trade;
 
 impl Engine {
     /// Loads the model at `path` (a GGUF file, an ONNX directory or its `.onnx` file) onto a device.
@@ -89,17 +90,23 @@ impl Engine {
         })
     }
 
-    /// What the model at `path` holds, and what the limit of `options` would mean for it, without loading anything.
+    /// What the model at `path` holds, and what the limit of `options` would mean for it and for batches of sequences of
+    /// `length` positions, without loading anything.
     ///
     /// # Errors
     /// As [`Engine::load`].
-    pub fn plan(path: &Path, options: &EngineOptions) -> Result<(Inventory, Option<MemoryReport>)> {
+    pub fn plan(
+        path: &Path,
+        options: &EngineOptions,
+        length: Option<usize>,
+    ) -> Result<(Inventory, Option<(MemoryReport, Trade)>)> {
         let model = Arc::new(headrace_model::load(path)?.spec);
         let setup = Setup::new(&model, options)?;
         let memory = match setup.device(options)?.device {
             Device::InPlace(_) => None,
             Device::Paged(provider, limit) => {
-                Some(Home::plan_paged(provider, &model, options, &setup.sizes(options, limit))?)
+                let length = length.unwrap_or(setup.max_context);
+                Some(Home::plan_paged(provider, &model, options, &setup.sizes(options, limit), length)?)
             }
         };
         Ok((Inventory::of(&model), memory))
