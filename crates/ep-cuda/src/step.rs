@@ -29,6 +29,10 @@ enum CaptureError {
     Other(String),
 }
 
+/// Rows from which on kernels may start while the one before still runs. Whole steps of a 14B-shaped model on an H200: with one row
+/// 5.63 ms where they may and 5.14 ms where they may not, with eight rows 8.29 and 8.58 ms.
+const OVERLAP_ROWS: usize = 2;
+
 /// Reads of the flag between two looks at the stream, which says if the device failed.
 const SPINS: u32 = 2048;
 
@@ -169,7 +173,8 @@ impl StepParts<'_> {
             match action {
                 Action::Launch(task) => {
                     for (launch, rows) in binder.bind(task).map_err(CaptureError::Other)? {
-                        let how = How { rows, width, overlap: follows.get() && !task.reads_ring() };
+                        let overlap = key.rows >= OVERLAP_ROWS && follows.get() && !task.reads_ring();
+                        let how = How { rows, width, overlap };
                         launcher.launch(&streams.compute, &launch, how).map_err(CaptureError::Other)?;
                         follows.set(true);
                     }
