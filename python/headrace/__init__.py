@@ -24,6 +24,7 @@ from headrace._residency import PolicyOutcome, Simulation, TensorTrace, simulate
 from headrace._results import BatchResult, Generation, GenerationStats, Stream
 from headrace._serve import Pieces, Request, Server
 from headrace._stats import (
+    ClockStats,
     DeviceStats,
     GraphStats,
     HolderStats,
@@ -42,6 +43,7 @@ __all__ = [
     "BudgetError",
     "CardReport",
     "ChunkSpeed",
+    "ClockStats",
     "ContextLengthError",
     "DeviceError",
     "DeviceStats",

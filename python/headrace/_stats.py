@@ -240,6 +240,41 @@ class TimeStats(Record):
 
 
 @dataclass(frozen=True)
+class ClockStats(Record):
+    """Time by the device's own clock: events on a card, the copy thread's and the workers' clocks on `host-device`.
+
+    Totals, but for the gauges; all of it 0 on a device that reads weights in place. Rates are in bytes a second.
+    """
+
+    steps: int
+    """Steps that have ended."""
+    step_seconds: float
+    """From the moment that the device turns to a step to the end of its last kernel and last copy."""
+    copied_bytes: int
+    """Bytes that these steps copied into the ring."""
+    sampled_steps: int
+    """Steps of which the device knows what its lanes did: on a card those after which nothing was in flight."""
+    sampled_seconds: float
+    """Their time."""
+    copy_seconds: float
+    """Time in which their copies into the ring were under way."""
+    compute_seconds: float
+    """Time in which their kernels didn't wait for copies."""
+    copy_rate: float | None
+    """Of copies while they were under way; `None` where nothing was sampled."""
+    read_rate: float | None
+    """What kernels read of the device's memory, over whole steps; `None` where nothing was timed."""
+    link_ceiling: float | None
+    """What the link carries at most, measured when the ring was first mapped. Gauge."""
+    memory_ceiling: float | None
+    """What the device's memory gives at most, by its clock and width. Gauge."""
+    link_utilisation: float | None
+    """Copied bytes over step seconds and the link's ceiling."""
+    broken_instruments: tuple[str, ...]
+    """Figures above what the machine can do: such an instrument is broken, and its figure means nothing."""
+
+
+@dataclass(frozen=True)
 class Stats(Record):
     """Everything an engine counts."""
 
@@ -256,3 +291,4 @@ class Stats(Record):
     graph: GraphStats
     sources: SourceStats
     time: TimeStats
+    clock: ClockStats

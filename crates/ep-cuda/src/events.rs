@@ -17,6 +17,8 @@ pub struct Event {
 
 // SAFETY: events may be used from any thread that has their context current.
 unsafe impl Send for Event {}
+// SAFETY: as for `Send`; the driver locks what threads share.
+unsafe impl Sync for Event {}
 
 impl Event {
     /// An event that orders streams and keeps no time.
@@ -40,6 +42,12 @@ impl Event {
     pub fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: the event lives.
         check(unsafe { sys::cuEventSynchronize(self.raw) }, "cuEventSynchronize")
+    }
+
+    /// True if the stream has reached the event. A failure is one of everything, and is found elsewhere.
+    pub fn has_happened(&self) -> bool {
+        // SAFETY: the event lives.
+        unsafe { sys::cuEventQuery(self.raw) != sys::CUresult::CUDA_ERROR_NOT_READY }
     }
 
     /// The raw handle.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
+use crate::clock::{LANE_VARIABLE, LaneMarks};
 use crate::context::Context;
 use crate::driver::{CudaError, check, log_failure};
 use crate::events::Event;
@@ -20,6 +21,8 @@ pub struct StepGraph {
     bytes: u64,
     /// The number that was given at its last launch.
     last_used: Cell<u64>,
+    /// What its replays say of their lanes. After `exec`, which writes them.
+    marks: Arc<LaneMarks>,
     context: Arc<Context>,
 }
 
@@ -80,6 +83,10 @@ impl StepGraph {
             Lane::Compute => &streams.compute,
             Lane::Copy => &streams.copy,
         };
+        let lanes_timed = std::env::var_os(LANE_VARIABLE).is_none_or(|value| value != "0");
+        let mut marks = LaneMarks::default();
+        // Marks of the copies that are being captured.
+        let mut copying: Option<(Event, Event)> = None;
         let mut finish = Some(finish);
         // The results are reported before the copy lane is joined: the host needn't wait for the link.
         let last = plan.actions.len().saturating_sub(1);
@@ -92,8 +99,29 @@ impl StepGraph {
                 finish()?;
             }
             match action {
-                Action::Signal(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).record(event))?,
+                Action::Signal(l, n) => {
+                    events.get(*n).map_or(Ok(()), |event| lane(*l).record(event))?;
+                    if *l == Lane::Copy
+                        && let Some((start, end)) = copying.take()
+                    {
+                        // Behind the signal, so that the reader doesn't wait for the mark.
+                        streams.copy.record_in_graph(&end)?;
+                        marks.copies.push((start, end));
+                    }
+                }
+                Action::Await(Lane::Compute, n) if lanes_timed => {
+                    let (start, end) = (Event::timing(context)?, Event::timing(context)?);
+                    streams.compute.record_in_graph(&start)?;
+                    events.get(*n).map_or(Ok(()), |event| streams.compute.wait_for(event))?;
+                    streams.compute.record_in_graph(&end)?;
+                    marks.waits.push((start, end));
+                }
                 Action::Await(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).wait_for(event))?,
+                Action::CopyIn(_) if lanes_timed && copying.is_none() => {
+                    let (start, end) = (Event::timing(context)?, Event::timing(context)?);
+                    streams.copy.record_in_graph(&start)?;
+                    copying = Some((start, end));
+                }
                 Action::Launch(_) | Action::CopyIn(_) => {}
             }
             issue(action)?;
@@ -102,7 +130,7 @@ impl StepGraph {
             finish()?;
         }
         let graph = capture.end()?;
-        let made = StepGraph::instantiate(context, streams, graph, before);
+        let made = StepGraph::instantiate(context, streams, graph, before, marks);
         // SAFETY: the graph is ours; what was instantiated from it doesn't need it.
         log_failure(unsafe { sys::cuGraphDestroy(graph) }, "cuGraphDestroy");
         Ok(made?)
@@ -113,6 +141,7 @@ impl StepGraph {
         streams: &Streams,
         graph: sys::CUgraph,
         before: u64,
+        marks: LaneMarks,
     ) -> Result<StepGraph, CudaError> {
         let mut nodes = 0;
         // SAFETY: with a null list the call writes the number of nodes only.
@@ -120,7 +149,14 @@ impl StepGraph {
         let mut exec = std::ptr::null_mut();
         // SAFETY: the graph is complete; the handle is destroyed in `Drop`.
         check(unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0) }, "cuGraphInstantiate")?;
-        let mut made = StepGraph { exec, nodes, bytes: 0, last_used: Cell::new(0), context: context.clone() };
+        let mut made = StepGraph {
+            exec,
+            nodes,
+            bytes: 0,
+            last_used: Cell::new(0),
+            marks: Arc::new(marks),
+            context: context.clone(),
+        };
         // SAFETY: both live. Uploading now keeps the first launch short, and its memory in what is measured here.
         check(unsafe { sys::cuGraphUpload(exec, streams.compute.raw()) }, "cuGraphUpload")?;
         streams.compute.wait()?;
@@ -134,6 +170,11 @@ impl StepGraph {
         self.last_used.set(now);
         // SAFETY: the graph lives until the provider has waited for the stream.
         check(unsafe { sys::cuGraphLaunch(self.exec, streams.compute.raw()) }, "cuGraphLaunch")
+    }
+
+    /// What its replays say of their lanes.
+    pub fn marks(&self) -> &Arc<LaneMarks> {
+        &self.marks
     }
 
     /// The number given at the last launch; 0 before the first.

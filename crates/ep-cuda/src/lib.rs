@@ -2,7 +2,7 @@
 //! with them.
 //!
 //! `abi` holds what the host and the kernels share, `ptx` the embedded device code, `launch` one function a kernel.
-//! `driver`, `context`, `stream`, `events` wrap the driver; `physical`, `granules`, `arena` are device memory;
+//! `driver`, `context`, `stream`, `events` wrap the driver; `clock` keeps the device's time; `physical`, `granules`, `arena` are device memory;
 //! `host_memory`, `host_weights`, `upload` are where weights come from. A program becomes a `plan`, which `bind` turns into
 //! kernel arguments, `kernel_launcher` launches and `graph` captures; `recorded` holds what a program owns, `step` runs one step, `provider` ties it
 //! together.
@@ -12,6 +12,7 @@ pub mod arena;
 mod attached;
 pub mod bind;
 pub mod buckets;
+pub mod clock;
 pub mod context;
 pub mod descriptor;
 pub mod driver;

@@ -17,6 +17,7 @@ use headrace_provider::{
 
 use crate::arena::{Arena, ArenaError};
 use crate::attached::Attached;
+use crate::clock::Clock;
 use crate::context::Context;
 use crate::descriptor::Serial;
 use crate::driver::DriverProblem;
@@ -75,6 +76,9 @@ pub struct CudaProvider {
     /// Bytes of the largest graph captured so far.
     largest_graph: u64,
     counters: GraphCounters,
+    clock: Clock,
+    /// Bytes a second that the link carries, once it was measured.
+    link: Option<f64>,
     /// Times that something was unmapped: recorded programs are checked again after that.
     unmappings: u64,
     next_program: u64,
@@ -143,6 +147,8 @@ impl CudaProvider {
             kernel_bytes: 0,
             largest_graph: 0,
             counters: GraphCounters::default(),
+            clock: Clock::default(),
+            link: None,
             unmappings: 0,
             next_program: 0,
             in_flight: VecDeque::new(),
@@ -227,7 +233,12 @@ impl Provider for CudaProvider {
     fn resize(&mut self, range: RangeKind, bytes: u64) -> Result<u64, DeviceError> {
         self.bind()?;
         self.unmappings += u64::from(bytes < self.arena.end(range_index(range)));
-        self.fence_and(&format!("{range:?}"), bytes, |arena, fenced| arena.resize(fenced, range_index(range), bytes))
+        let mapped = self
+            .fence_and(&format!("{range:?}"), bytes, |arena, fenced| arena.resize(fenced, range_index(range), bytes))?;
+        if range == RangeKind::Staging && bytes > 0 && self.link.is_none() {
+            self.measure_link(mapped);
+        }
+        Ok(mapped)
     }
 
     fn mapped(&self, range: RangeKind) -> u64 {
@@ -366,6 +377,7 @@ impl CudaProvider {
             arena: &self.arena,
             streams: &self.streams,
             counters: &mut self.counters,
+            clock: &self.clock,
             context: &self.context,
         }
     }
@@ -392,5 +404,6 @@ pub(crate) struct StepParts<'a> {
     pub arena: &'a Arena<CardMemory>,
     pub streams: &'a Streams,
     pub counters: &'a mut GraphCounters,
+    pub clock: &'a Clock,
     pub context: &'a Arc<Context>,
 }

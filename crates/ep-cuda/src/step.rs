@@ -65,7 +65,11 @@ impl CudaProvider {
         let parts = self.parts();
         let Some(graph) = recorded.graphs.get(&key) else { return Err(parts.context.failed("no graph")) };
         parts.counters.launches += 1;
+        let (stream, step) = (&parts.streams.compute, recorded.plan.computes);
+        let step = step.then(|| (recorded.plan.copied_bytes, graph.marks().clone()));
+        let marks = parts.clock.start(parts.context, stream).map_err(|e| parts.context.failed(e))?;
         graph.launch(parts.streams, parts.counters.launches).map_err(|e| parts.context.failed(e))?;
+        parts.clock.launched(stream, marks, step).map_err(|e| parts.context.failed(e))?;
         parts.counters.replays += u64::from(recorded.plan.computes);
         let serial = recorded.next();
         recorded.serial = serial.number;

@@ -48,6 +48,13 @@ impl Stream {
         check(unsafe { sys::cuEventRecord(event.raw(), self.raw) }, "cuEventRecord")
     }
 
+    /// Marks this point of a stream that is being captured, so that every replay of the graph writes the event's time.
+    pub fn record_in_graph(&self, event: &Event) -> Result<(), CudaError> {
+        let flags = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as u32;
+        // SAFETY: both live and belong to one context; the graph is dropped before the event.
+        check(unsafe { sys::cuEventRecordWithFlags(event.raw(), self.raw, flags) }, "cuEventRecordWithFlags")
+    }
+
     /// What comes later in this stream waits for the event.
     pub fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
         // SAFETY: both live and belong to one context.

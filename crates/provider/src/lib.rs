@@ -13,5 +13,5 @@ mod workspace;
 
 pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Ticket};
 pub use program::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
-pub use report::{DeviceReport, GraphReport, PhysicalFigure, PhysicalSource, SourceReport};
+pub use report::{ClockReport, DeviceReport, GraphReport, PhysicalFigure, PhysicalSource, SourceReport};
 pub use step::{StepInput, StepOutput, Token, TokenRow};

@@ -1,4 +1,4 @@
-//! What a device says of itself: what it physically takes and by whose word, its own part by name, graphs, copies.
+//! What a device says of itself: what it physically takes and by whose word, its own part by name, graphs, copies, time.
 
 /// Who measured a physical figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -57,8 +57,33 @@ pub struct SourceReport {
     pub refusals: Vec<String>,
 }
 
+/// Time by the device's own clock. Sums since the device was made, in seconds, but for those that say otherwise.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ClockReport {
+    /// Steps that were timed: all that have ended.
+    pub steps: u64,
+    /// From the moment that the device turns to a step to the end of its last kernel and its last copy.
+    pub step_seconds: f64,
+    /// Bytes that these steps copied into the ring.
+    pub copied_bytes: u64,
+    /// Steps of which the device knows what its lanes did: all, or those after which nothing was in flight.
+    pub sampled_steps: u64,
+    /// Their time.
+    pub sampled_seconds: f64,
+    /// Bytes that they copied into the ring.
+    pub sampled_bytes: u64,
+    /// Time in which copies into the ring were under way.
+    pub copy_seconds: f64,
+    /// Time in which kernels didn't wait for copies.
+    pub compute_seconds: f64,
+    /// Bytes a second that the link carries at most, as measured; `None` before anything was streamed, and where there is no link.
+    pub link_ceiling: Option<f64>,
+    /// Bytes a second that the device's memory gives at most; `None` where nobody says.
+    pub memory_ceiling: Option<f64>,
+}
+
 /// Everything a device reports.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct DeviceReport {
     /// What the process takes, by each source that says something; empty on a device without memory of its own.
     pub physical: Vec<PhysicalFigure>,
@@ -68,4 +93,6 @@ pub struct DeviceReport {
     pub graphs: GraphReport,
     /// Copies.
     pub sources: SourceReport,
+    /// Time.
+    pub clock: ClockReport,
 }

@@ -4,7 +4,7 @@ use headrace_numerics::CONTRACT_VERSION;
 
 use super::{Counters, Engine};
 use crate::error::Result;
-use crate::stats::{DeviceStats, GraphStats, PoolStats, SourceStats, Stats, TimeStats, WeightStats};
+use crate::stats::{ClockStats, DeviceStats, GraphStats, PoolStats, SourceStats, Stats, TimeStats, WeightStats};
 
 impl Engine {
     /// Everything counted since [`Engine::reset_stats`], and the gauges.
@@ -35,6 +35,7 @@ impl Engine {
             graph: GraphStats::between(&opened.graphs, &device.graphs, &self.before, &weights),
             sources: SourceStats::between(&opened.sources, &device.sources),
             time: TimeStats { load_seconds: self.load_time.as_secs_f64(), ..self.counters.time.clone() },
+            clock: ClockStats::default(),
         };
         let drafts = stats.tokens.drafts;
         stats.tokens.accepted_per_draft = (drafts > 0).then(|| stats.tokens.accepted as f64 / drafts as f64);
@@ -43,6 +44,8 @@ impl Engine {
             (emitted > 0).then(|| stats.weights.streamed_bytes as f64 / emitted as f64);
         let most = self.max_pages() / self.pages_for(self.max_context).max(1);
         stats.kv.largest_batch = most.min(self.options.max_batch) as u64;
+        let read = stats.weights.resident_bytes_read + stats.weights.streamed_bytes;
+        stats.clock = ClockStats::between(&opened.clock, &device.clock, read);
         stats.weights.referenced_bytes = self.model.weight_bytes() as u64;
         stats.weights.repacked_bytes = info.repacked_bytes;
         Ok(stats)

@@ -1,5 +1,7 @@
 //! The compute side of the staging ring: slots released after their last reader, waits for copies before the first one.
 
+use std::time::{Duration, Instant};
+
 use crate::compile::Stage;
 use crate::exec::Step;
 use crate::pool::Barrier;
@@ -18,6 +20,9 @@ pub trait RingEvents: Sync {
     /// True once `copies` copies into `slot`, counted from the start of the step, are done. The error says why there
     /// will be none.
     fn copied(&self, slot: u32, copies: u64) -> Result<bool, String>;
+
+    /// The first worker waited so long for a copy.
+    fn waited(&self, time: Duration);
 }
 
 impl Step<'_> {
@@ -29,16 +34,21 @@ impl Step<'_> {
         }
         for &(slot, copies) in &stage.sync.waits {
             let mut turns = 0;
+            let mut since = None;
             while !ring.copied(slot, copies)? {
                 if barrier.is_poisoned() {
                     return Err("another worker failed".to_string());
                 }
+                since.get_or_insert_with(Instant::now);
                 if turns < SPINS {
                     turns += 1;
                     std::hint::spin_loop();
                 } else {
                     std::thread::yield_now();
                 }
+            }
+            if let Some(since) = since.filter(|_| index == 0) {
+                ring.waited(since.elapsed());
             }
         }
         Ok(())

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use headrace_provider::{Instr, Place, Segment, StepProgram};
 
@@ -55,6 +55,11 @@ impl CopyList {
             }
         }
         list
+    }
+
+    /// Bytes of weights that the program copies.
+    pub fn bytes(&self) -> u64 {
+        self.copies.iter().map(|c| c.bytes).sum()
     }
 
     /// True if there is nothing to copy.
@@ -284,8 +289,9 @@ impl Shared {
             if self.probe.strikes(FaultPoint::Copy) {
                 return Err(format!("copy {i} into slot {}: a fault that was asked for", copy.slot));
             }
+            let start = Instant::now();
             self.copy(job, copy).map_err(|e| format!("copy {i} into slot {}: {e}", copy.slot))?;
-            self.probe.copied(copy.bytes);
+            self.probe.copied(copy.bytes, start.elapsed());
             events.copied.fetch_add(1, Ordering::Release);
         }
         for (base, frees) in base.iter_mut().zip(&job.list.frees) {

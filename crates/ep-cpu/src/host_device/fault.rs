@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use headrace_provider::RangeKind;
 
@@ -56,6 +57,7 @@ struct State {
     peak_total: AtomicU64,
     copies: AtomicU64,
     copied_bytes: AtomicU64,
+    copy_nanos: AtomicU64,
     fences: AtomicU64,
 }
 
@@ -107,6 +109,11 @@ impl DeviceProbe {
         self.state.copied_bytes.load(Ordering::Relaxed)
     }
 
+    /// Time that copies took.
+    pub fn copy_time(&self) -> Duration {
+        Duration::from_nanos(self.state.copy_nanos.load(Ordering::Relaxed))
+    }
+
     /// Fences so far.
     pub fn fences(&self) -> u64 {
         self.state.fences.load(Ordering::Relaxed)
@@ -141,7 +148,8 @@ impl DeviceProbe {
         self.state.peak_total.fetch_max(self.total(), Ordering::Relaxed);
     }
 
-    pub(super) fn copied(&self, bytes: u64) {
+    pub(super) fn copied(&self, bytes: u64, time: Duration) {
+        self.state.copy_nanos.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
         self.state.copies.fetch_add(1, Ordering::Relaxed);
         self.state.copied_bytes.fetch_add(bytes, Ordering::Relaxed);
     }

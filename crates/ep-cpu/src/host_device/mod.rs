@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
-use headrace_provider::{DeviceError, GraphReport, Place, RangeKind, Segment};
+use headrace_provider::{ClockReport, DeviceError, GraphReport, Place, RangeKind, Segment};
 
 pub use check::ScheduleError;
 pub use fault::{DeviceProbe, Fault, FaultPoint};
@@ -110,6 +110,7 @@ pub struct HostDevice {
     programs: HashMap<u64, Program>,
     next_program: u64,
     graphs: GraphReport,
+    clock: ClockReport,
     ring: Option<HostRing>,
     unmappings: u64,
     options: HostOptions,
@@ -137,6 +138,7 @@ impl HostDevice {
             programs: HashMap::new(),
             next_program: 0,
             graphs: GraphReport::default(),
+            clock: ClockReport::default(),
             ring: None,
             unmappings: 0,
             options,

@@ -1,13 +1,14 @@
 //! The host device as a [`Provider`].
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, DeviceReport, Instr, Op, PhysicalFigure, PhysicalSource, Place, ProgramId, Provider,
-    RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
+    ClockReport, DeviceError, DeviceInfo, DeviceReport, Instr, Op, PhysicalFigure, PhysicalSource, Place, ProgramId,
+    Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
 };
 
 use super::check::{Needs, check, ring_fits};
@@ -85,6 +86,15 @@ impl Provider for HostDevice {
             physical: vec![PhysicalFigure { source: PhysicalSource::MapCount, bytes: self.probe.total() }],
             fixed: vec![("vectors", vectors), ("rotary tables", tables)],
             graphs: live(&self.graphs, self.programs.values().map(|p| &p.recorded)),
+            clock: ClockReport {
+                // Every step is known in all parts.
+                sampled_steps: self.clock.steps,
+                sampled_seconds: self.clock.step_seconds,
+                sampled_bytes: self.probe.copied_bytes(),
+                copy_seconds: self.probe.copy_time().as_secs_f64(),
+                link_ceiling: self.options.link.map(|link| link as f64),
+                ..self.clock.clone()
+            },
             ..DeviceReport::default()
         }
     }
@@ -216,7 +226,7 @@ impl HostDevice {
             return Err(NAME.invalid(format!("no program {}", id.0)));
         };
         let computes = !program.recorded.compiled.stages.is_empty();
-        let started = AtomicBool::new(false);
+        let (started, waited) = (AtomicBool::new(false), AtomicU64::new(0));
         if let Some(ring) = ring.as_mut() {
             ring.before.copy_from_slice(&ring.started);
         }
@@ -226,6 +236,7 @@ impl HostDevice {
             copier,
             ring,
             started: &started,
+            waited: &waited,
             job: Mutex::new(Some(Job { list: program.copies.clone(), ring: ring.events.clone(), source, staging })),
         });
         let (model, geometry, rope) = (&attached.model, attached.geometry, &mut attached.rope);
@@ -240,7 +251,9 @@ impl HostDevice {
             ring: running.as_ref().map(|r| r as &dyn RingEvents),
             fault,
         };
+        let (clock, bytes) = (Instant::now(), program.copies.bytes());
         let result = executor.run(&mut program.recorded, bound, input, output);
+        let elapsed = clock.elapsed().as_secs_f64();
         let started = started.load(Ordering::Relaxed);
         if started && let Some(ring) = ring.as_mut() {
             for (started, copies) in ring.started.iter_mut().zip(&program.copies.counts) {
@@ -248,7 +261,15 @@ impl HostDevice {
             }
         }
         let result = self.settle(id.0, started, result);
-        self.graphs.replays += u64::from(computes && result.is_ok());
+        if computes && result.is_ok() {
+            self.graphs.replays += 1;
+            let clock = &mut self.clock;
+            clock.steps += 1;
+            clock.step_seconds += elapsed;
+            clock.copied_bytes += bytes;
+            let waited = Duration::from_nanos(waited.load(Ordering::Relaxed));
+            clock.compute_seconds += (elapsed - waited.as_secs_f64()).max(0.0);
+        }
         result
     }
 }

@@ -1,7 +1,8 @@
 //! The host's side of the staging ring: what was started, what each slot holds, and the events of one run.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use headrace_provider::Segment;
 
@@ -40,6 +41,8 @@ pub struct Running<'a> {
     pub ring: &'a HostRing,
     /// Set when the copies are started.
     pub started: &'a AtomicBool,
+    /// Nanoseconds that the first worker waited for copies.
+    pub waited: &'a AtomicU64,
     /// The copies.
     pub job: Mutex<Option<Job>>,
 }
@@ -66,5 +69,9 @@ impl RingEvents for Running<'_> {
             true => Err(self.ring.events.failure().unwrap_or_else(|| "the ring was abandoned".to_string())),
             false => Ok(false),
         }
+    }
+
+    fn waited(&self, time: Duration) {
+        self.waited.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 }

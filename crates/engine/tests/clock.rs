@@ -1,0 +1,69 @@
+//! The device's clock over a link of known speed: what steps, copies and kernels took, and which figures are broken.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::sync::Arc;
+
+use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions};
+use headrace_ep_cpu::host_device::{HostDevice, HostOptions};
+use headrace_numerics::format::Format;
+use headrace_testing::{ModelShape, random_model};
+
+const GRANULE: u64 = 4096;
+const LINK: u64 = 2_000_000;
+
+fn engine(limit: u64) -> Result<Engine, EngineError> {
+    let shape = ModelShape {
+        vocab: 260,
+        hidden: 64,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        ffn: 128,
+        layers: 4,
+        formats: vec![Format::Q4_0, Format::Q8_0],
+        max_context: 64,
+        ..ModelShape::default()
+    };
+    let options = EngineOptions {
+        max_batch: 1,
+        prefill_chunk: 8,
+        piece_bytes: Some(4096),
+        ring_slots: 2,
+        threads: Some(1),
+        ..EngineOptions::default()
+    };
+    let host = HostOptions { threads: Some(1), granule: GRANULE, link: Some(LINK), ..HostOptions::default() };
+    let device = Box::new(HostDevice::new(host).unwrap());
+    Engine::on_device(Arc::new(random_model(7, &shape)), None, options, device, limit)
+}
+
+#[test]
+fn streamed_steps_are_timed_against_the_link_and_resident_ones_have_no_copies() {
+    let Err(EngineError::Budget(breakdown)) = engine(GRANULE) else { panic!("a granule is refused") };
+    let mut streaming = engine(breakdown.minimum()).unwrap();
+    let run = |engine: &mut Engine| {
+        engine.generate(&[1, 2, 3], GenerationOptions::greedy(2), &mut |_| Ok(())).unwrap();
+        engine.reset_stats();
+        engine.generate(&[1, 2, 3], GenerationOptions::greedy(8), &mut |_| Ok(())).unwrap();
+        engine.stats().unwrap()
+    };
+    let stats = run(&mut streaming);
+    let clock = &stats.clock;
+    assert_eq!((clock.steps, clock.sampled_steps), (stats.tokens.steps, stats.tokens.steps));
+    assert_eq!(clock.copied_bytes, stats.weights.streamed_bytes);
+    assert!(clock.copied_bytes > 0 && clock.step_seconds > 0.0);
+    // The link is what everything waits for, and no copy is faster than it.
+    let link = LINK as f64;
+    assert_eq!(clock.link_ceiling, Some(link));
+    assert!(clock.copy_rate.unwrap() <= link && clock.link_utilisation.unwrap() > 0.1, "{clock:?}");
+    assert!(clock.compute_seconds < clock.step_seconds, "{clock:?}");
+    assert!(clock.copy_seconds >= clock.copied_bytes as f64 / link * 0.5, "{clock:?}");
+    assert_eq!(clock.broken_instruments, Vec::<String>::new());
+
+    let stats = run(&mut engine(breakdown.everything).unwrap());
+    let clock = &stats.clock;
+    assert_eq!((clock.copied_bytes, clock.copy_rate, clock.link_utilisation), (0, None, None));
+    assert_eq!((clock.steps, clock.compute_seconds), (stats.tokens.steps, clock.step_seconds));
+    assert!(clock.read_rate.unwrap() > 0.0);
+}
