@@ -53,9 +53,11 @@ SHAPES = {
 class Writer:
     """Initializers and the external data file that they lie in."""
 
-    def __init__(self, data: BinaryIO, seed: int) -> None:
+    def __init__(self, data: BinaryIO, seed: int, repeat: bool = False) -> None:
         self.data = data
         self.rng = np.random.default_rng(seed)
+        self.repeat = repeat
+        self.made: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self.initializers: list[TensorProto] = []
 
     def add(self, name: str, kind: int, dims: list[int], raw: bytes | memoryview) -> str:
@@ -71,18 +73,26 @@ class Writer:
         return self.add(name, TensorProto.FLOAT16, [len(values)], values.astype(np.float16).tobytes())
 
     def quantised(self, name: str, rows: int, cols: int) -> list[str]:
-        codes = self.rng.bytes(rows * cols // 2)
-        # Codes are uniform in -8 .. 7, of standard deviation 4.6.
-        scale = 1 / (4.6 * np.sqrt(cols))
-        scales = (scale * self.rng.uniform(0.8, 1.2, rows * cols // BLOCK)).astype(np.float16)
+        made = self.made.get((rows, cols)) if self.repeat else None
+        if made is None:
+            codes = self.rng.bytes(rows * cols // 2)
+            # Codes are uniform in -8 .. 7, of standard deviation 4.6.
+            scale = 1 / (4.6 * np.sqrt(cols))
+            scales = (scale * self.rng.uniform(0.8, 1.2, rows * cols // BLOCK)).astype(np.float16)
+            made = codes, scales.tobytes()
+        if self.repeat:
+            self.made[rows, cols] = made
         return [
-            self.add(f"{name}_Q4", TensorProto.UINT8, [rows, cols // BLOCK, BLOCK // 2], codes),
-            self.add(f"{name}_scales", TensorProto.FLOAT16, [rows, cols // BLOCK], scales.tobytes()),
+            self.add(f"{name}_Q4", TensorProto.UINT8, [rows, cols // BLOCK, BLOCK // 2], made[0]),
+            self.add(f"{name}_scales", TensorProto.FLOAT16, [rows, cols // BLOCK], made[1]),
         ]
 
 
-def build(shape: Shape, directory: Path, seed: int) -> None:
-    """Writes `model.onnx`, `model.onnx.data` and `genai_config.json`."""
+def build(shape: Shape, directory: Path, seed: int, repeat: bool = False) -> None:
+    """Writes `model.onnx`, `model.onnx.data` and `genai_config.json`.
+
+    `repeat`: every layer gets the same weights, which makes the file at the speed of the disk.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     nodes: list[onnx.NodeProto] = []
 
@@ -97,7 +107,7 @@ def build(shape: Shape, directory: Path, seed: int) -> None:
         return node("Constant", f"{name}/node", [], [name], value=tensor)
 
     with (directory / "model.onnx.data").open("wb") as data:
-        w = Writer(data, seed)
+        w = Writer(data, seed, repeat)
         mask = "/model/attn_mask_reformat/attn_mask_subgraph"
         one = constant("/model/constants/INT64/[1]", [1], [1])
         total = node("ReduceSum", f"{mask}/ReduceSum", ["attention_mask", one], keepdims=0)
@@ -225,9 +235,10 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--repeat", action="store_true", help="the same weights in every layer: faster")
     arguments = parser.parse_args()
     start = time.monotonic()
-    build(SHAPES[arguments.shape], arguments.directory, arguments.seed)
+    build(SHAPES[arguments.shape], arguments.directory, arguments.seed, arguments.repeat)
     size = (arguments.directory / "model.onnx.data").stat().st_size
     print(f"{arguments.directory}: {size:,} bytes in {time.monotonic() - start:.1f} s")
 

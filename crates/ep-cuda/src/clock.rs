@@ -21,11 +21,16 @@ pub const LANE_VARIABLE: &str = "HEADRACE_LANE_CLOCK";
 /// Steps between two samples, so that reading the marks of hundreds of copies is no part of a run's time.
 const SAMPLE_EVERY: u64 = 8;
 
+/// Of so many pieces copied, one is marked: every mark takes the copy lane microseconds, and a step copies hundreds of pieces.
+pub const COPIES_A_MARK: usize = 8;
+
 /// Pairs of timing events inside one graph.
 #[derive(Debug, Default)]
 pub struct LaneMarks {
-    /// Around the copies into one slot.
+    /// Around the copies of one piece in [`COPIES_A_MARK`].
     pub copies: Vec<(Event, Event)>,
+    /// Pieces that are copied.
+    pub pieces: usize,
     /// Around each wait of the compute lane.
     pub waits: Vec<(Event, Event)>,
 }
@@ -128,6 +133,7 @@ impl State {
         }
         let Some((step, seconds)) = self.last.take() else { return };
         let sums = LaneMarks::sum(&step.marks.copies).and_then(|c| Ok((c, LaneMarks::sum(&step.marks.waits)?)));
+        let scale = step.marks.pieces as f64 / step.marks.copies.len().max(1) as f64;
         match sums {
             // A step that copies and has no marks says nothing of its lanes.
             Ok(_) if step.copied_bytes > 0 && step.marks.copies.is_empty() => {}
@@ -137,7 +143,7 @@ impl State {
                 report.sampled_steps += 1;
                 report.sampled_seconds += seconds;
                 report.sampled_bytes += step.copied_bytes;
-                report.copy_seconds += copies;
+                report.copy_seconds += copies * scale;
                 report.compute_seconds += (seconds - waits).max(0.0);
             }
             Err(error) => log::debug!("the marks of a step can't be read: {error}"),

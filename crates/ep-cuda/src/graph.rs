@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use crate::clock::{LANE_VARIABLE, LaneMarks};
+use crate::clock::{COPIES_A_MARK, LANE_VARIABLE, LaneMarks};
 use crate::context::Context;
 use crate::driver::{CudaError, check, log_failure};
 use crate::events::Event;
@@ -85,8 +85,8 @@ impl StepGraph {
         };
         let lanes_timed = std::env::var_os(LANE_VARIABLE).is_none_or(|value| value != "0");
         let mut marks = LaneMarks::default();
-        // Marks of the copies that are being captured.
-        let mut copying: Option<(Event, Event)> = None;
+        // True between the first copy of a piece and its signal; and the marks of that piece, if it has any.
+        let (mut in_piece, mut copying) = (false, None::<(Event, Event)>);
         let mut finish = Some(finish);
         // The results are reported before the copy lane is joined: the host needn't wait for the link.
         let last = plan.actions.len().saturating_sub(1);
@@ -101,6 +101,7 @@ impl StepGraph {
             match action {
                 Action::Signal(l, n) => {
                     events.get(*n).map_or(Ok(()), |event| lane(*l).record(event))?;
+                    in_piece &= *l != Lane::Copy;
                     if *l == Lane::Copy
                         && let Some((start, end)) = copying.take()
                     {
@@ -117,10 +118,14 @@ impl StepGraph {
                     marks.waits.push((start, end));
                 }
                 Action::Await(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).wait_for(event))?,
-                Action::CopyIn(_) if lanes_timed && copying.is_none() => {
-                    let (start, end) = (Event::timing(context)?, Event::timing(context)?);
-                    streams.copy.record_in_graph(&start)?;
-                    copying = Some((start, end));
+                Action::CopyIn(_) if lanes_timed && !in_piece => {
+                    in_piece = true;
+                    if marks.pieces.is_multiple_of(COPIES_A_MARK) {
+                        let (start, end) = (Event::timing(context)?, Event::timing(context)?);
+                        streams.copy.record_in_graph(&start)?;
+                        copying = Some((start, end));
+                    }
+                    marks.pieces += 1;
                 }
                 Action::Launch(_) | Action::CopyIn(_) => {}
             }
