@@ -95,7 +95,7 @@ class HolderStats(Record):
     """One holder's share of a pool, in bytes. Gauges, but for the peak."""
 
     name: str
-    """`weights`, `staging`, `kv`, `workspace`, `graphs`, `fixed`."""
+    """`weights`, `staging`, `kv`, `workspace`, `graphs`, `fixed`, `context`; another engine's on the same card: `kv of engine 2`."""
     used: int
     """Charged now."""
     peak: int
@@ -176,7 +176,7 @@ class GraphStats(Record):
     bytes: int
     """Bytes of the device that they were seen to take; the holder `graphs` has their allowance. Gauge."""
     epochs: tuple[tuple[str, int], ...]
-    """Epochs that began, and why: `load`, `kv-growth`, `kv-shrink`, `limit`, `recovery`."""
+    """Epochs that began, and why: `load`, `kv-growth`, `kv-shrink`, `limit`, `other-engine`, `recovery`."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 //! One limit for everything on a device: who holds how much of it, and how the weights give way and come back.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use headrace_memory_governor::{
-    Ask, Governor, GovernorError, Holder, HolderSpec, Lease, Pool, PoolSpec, Reclaim, ReclaimError, Report, Role,
-    Source,
-};
+use headrace_memory_governor::{Ask, Holder, HolderSpec, Lease, Reclaim, ReclaimError, Report, Role, Source};
 use headrace_provider::{DeviceReport, PhysicalSource, RangeKind, StepInput, Ticket};
 
-use crate::error::Result;
+use crate::books::{Member, Others};
+use crate::error::{EngineError, Result};
 use crate::mode::PlacementMode;
 use crate::paged::{EpochReason, PagedWeights, Target};
 use crate::plan::MemoryPlan;
@@ -27,20 +27,66 @@ struct Holders {
     _headroom: Option<Holder>,
 }
 
-/// The weights' side of a reclaim. Kept apart from the engine, because the governor calls it in the middle of a growth.
+/// The weights' side of a reclaim. Kept apart from the engine, because the governor calls it in the middle of a growth, which may
+/// be another engine's, on another thread.
 struct GiveWay {
     weights: Arc<Mutex<PagedWeights>>,
     lease: Mutex<Lease>,
-    /// What an offer promised to go down to.
-    target: Mutex<Option<(Target, EpochReason)>>,
+    /// What an offer promised to go down to, from the offer to its end.
+    target: Mutex<Option<Promised>>,
+    /// Held while weights become resident: no offer is made meanwhile, and none of them starts in the middle of one.
+    placing: Mutex<()>,
+    /// True while another engine waits until no step of this one is in flight.
+    wanted: AtomicBool,
+    /// The engine's part in the books.
+    member: Arc<Member>,
 }
+
+/// What an offer promised.
+struct Promised {
+    target: Target,
+    reason: EpochReason,
+    /// True if another engine asked: then steps of this one may be in flight.
+    foreign: bool,
+}
+
+/// How long another engine waits for the steps in flight of the one that is to give way.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // A panic while it was held has been reported; the state is checked against the device's count by the stats.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Notes what the device has mapped. Between a change of that and the release of what it was charged, so that another engine's
+/// look at the books finds nothing that isn't explained.
+fn record(member: &Member, weights: &PagedWeights) -> Result<()> {
+    let physical = weights.provider().report().physical;
+    let own = physical.iter().find(|figure| figure.source == PhysicalSource::MapCount);
+    own.map_or(Ok(()), |figure| member.record_mapped(figure.bytes.next_multiple_of(weights.granule())))
+}
+
 impl GiveWay {
+    /// The weights, with no step in flight. The engine submits one step at a time while somebody waits here.
+    fn weights_at_rest(&self) -> std::result::Result<MutexGuard<'_, PagedWeights>, ReclaimError> {
+        let since = Instant::now();
+        self.wanted.store(true, Ordering::Relaxed);
+        let at_rest = loop {
+            let weights = lock(&self.weights);
+            if weights.in_flight() == 0 {
+                break Ok(weights);
+            }
+            drop(weights);
+            if since.elapsed() > PATIENCE {
+                let what = format!("steps of another engine were in flight for {} s", PATIENCE.as_secs());
+                break Err(ReclaimError { what });
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        };
+        self.wanted.store(false, Ordering::Relaxed);
+        at_rest
+    }
+
     /// Gives back what the lease holds beyond what the weights need.
     fn settle(&self) {
         let held = lock(&self.weights).held_bytes();
@@ -54,21 +100,39 @@ impl GiveWay {
 
 impl Reclaim for GiveWay {
     fn offer(&self, ask: &Ask) -> Vec<Lease> {
+        let _placing = lock(&self.placing);
         let weights = lock(&self.weights);
         let held = weights.held_bytes();
         let target = weights.within(held.saturating_sub(ask.bytes));
         let freed = held - target.held;
-        let reason = if ask.requester == "limit" { EpochReason::Limit } else { EpochReason::KvGrowth };
-        *lock(&self.target) = Some((target, reason));
+        let own = self.member.ending();
+        let foreign =
+            ask.requester != "limit" && own.as_ref().is_some_and(|own| !ask.requester.ends_with(own.as_str()));
+        let reason = match ask.requester.as_str() {
+            "limit" => EpochReason::Limit,
+            _ if foreign => EpochReason::OtherEngine,
+            _ => EpochReason::KvGrowth,
+        };
+        // A changed limit may be another engine's as well.
+        let foreign = foreign || (ask.requester == "limit" && own.is_some());
         match lock(&self.lease).split(freed) {
-            Ok(part) if freed > 0 => vec![part],
+            Ok(part) if freed > 0 => {
+                *lock(&self.target) = Some(Promised { target, reason, foreign });
+                vec![part]
+            }
             _ => Vec::new(),
         }
     }
 
     fn evict(&self, _leases: &[Lease]) -> std::result::Result<(), ReclaimError> {
-        let Some((target, reason)) = lock(&self.target).take() else { return Ok(()) };
-        lock(&self.weights).place(target, reason).map_err(|e| ReclaimError { what: e.to_string() })
+        let Some(Promised { target, reason, foreign }) = lock(&self.target).take() else { return Ok(()) };
+        let mut weights = if foreign { self.weights_at_rest()? } else { lock(&self.weights) };
+        let placed = weights.place(target, reason).map_err(|e| ReclaimError { what: e.to_string() });
+        // Before the bytes are anybody else's.
+        if let Err(error) = record(&self.member, &weights) {
+            log::error!("{error}");
+        }
+        placed
     }
 
     fn restore(&self, leases: Vec<Lease>, evicted: bool) {
@@ -90,8 +154,8 @@ impl Reclaim for GiveWay {
 
 /// A device's memory under one limit.
 pub struct Budget {
-    governor: Governor,
-    pool: Pool,
+    /// Engines that had left the books when the weights last took what is free.
+    left: u64,
     holders: Holders,
     weights: Arc<Mutex<PagedWeights>>,
     give_way: Arc<GiveWay>,
@@ -100,24 +164,46 @@ pub struct Budget {
     /// Fixed bytes and workspace: held from beginning to end.
     _held: Vec<Lease>,
     plan: MemoryPlan,
+    /// The engine's part in the books. The last to go: others take the bytes back once it has.
+    member: Arc<Member>,
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        self.member.forget_mapped();
+    }
 }
 
 impl Budget {
-    /// Takes what `plan` needs from the beginning, and makes as many weights resident as fit.
+    /// Takes what `plan` needs from the beginning, and makes as many weights resident as fit. `plan` counts what others have in
+    /// the books of `member`, whose limit becomes the plan's.
     ///
     /// # Errors
-    /// The device's; the governor's, if another user of the pool took what the plan counted on.
-    pub fn new(mut weights: PagedWeights, plan: MemoryPlan) -> Result<Budget> {
-        let pool = Pool::Device(0);
-        let governor = Governor::new([PoolSpec { pool, limit: plan.breakdown.limit, granule: plan.granule }])?;
+    /// The device's; the governor's, if another user of the pool took what the plan counted on. The limit is as before then.
+    pub fn new(weights: PagedWeights, plan: MemoryPlan, member: Member) -> Result<Budget> {
+        let books = member.books().clone();
+        let before = books.limit();
+        if plan.breakdown.limit != before {
+            books.set_limit(plan.breakdown.limit)?;
+        }
+        Budget::take_part(weights, plan, member).inspect_err(|_| {
+            if let Err(error) = books.set_limit(before) {
+                log::error!("the limit can't be changed back to {before} bytes: {error}");
+            }
+        })
+    }
+
+    fn take_part(mut weights: PagedWeights, plan: MemoryPlan, member: Member) -> Result<Budget> {
+        let member = Arc::new(member);
         let unmanaged = plan.choice.mode == PlacementMode::Unmanaged.name();
         let holder = |spec: HolderSpec| {
-            let holder = governor.holder(pool, spec)?;
+            let holder = member.holder(spec)?;
             if unmanaged {
                 holder.decline("placement = unmanaged")?;
             }
-            Ok::<Holder, GovernorError>(holder)
+            Ok::<Holder, EngineError>(holder)
         };
+        member.books().take_context(plan.context)?;
         let headroom = HolderSpec::new("headroom", Role::Other, FIXED_PRIORITY).floor(plan.headroom);
         let headroom = (plan.headroom > 0).then(|| holder(headroom)).transpose()?;
         let other = holder(HolderSpec::new("fixed", Role::Other, FIXED_PRIORITY).floor(plan.fixed))?;
@@ -136,18 +222,21 @@ impl Budget {
             weights: weights.clone(),
             lease: Mutex::new(weights_holder.empty_lease()),
             target: Mutex::new(None),
+            placing: Mutex::new(()),
+            wanted: AtomicBool::new(false),
+            member: member.clone(),
         });
         weights_holder.set_reclaim(&give_way);
         let mut budget = Budget {
             staging_lease: staging.empty_lease(),
             kv_lease: kv.empty_lease(),
             holders: Holders { weights: weights_holder, kv, staging, _headroom: headroom },
-            governor,
-            pool,
+            left: member.left(),
             weights,
             give_way,
             _held: held,
             plan,
+            member,
         };
         budget.promote(EpochReason::Load)?;
         budget.fit_ring()?;
@@ -170,8 +259,44 @@ impl Budget {
     /// # Errors
     /// The device's, or the governor's.
     pub fn submit(&mut self, input: &StepInput) -> Result<Ticket> {
+        self.let_pass();
+        self.take_back();
         self.fit_ring()?;
         Ok(self.weights().submit(input)?)
+    }
+
+    /// Most steps that may be in flight: 1 while another engine waits for the weights to give way.
+    pub fn max_in_flight(&self) -> usize {
+        let most = self.weights().max_in_flight();
+        if self.give_way.wanted.load(Ordering::Relaxed) { most.min(1) } else { most }
+    }
+
+    /// What other engines have for certain in the same books.
+    pub fn others(&self) -> Others {
+        self.member.books().others(Some(&self.member))
+    }
+
+    /// With nothing in flight, waits until whoever waits for the weights to give way has them.
+    fn let_pass(&self) {
+        let since = Instant::now();
+        while self.give_way.wanted.load(Ordering::Relaxed) && self.weights().in_flight() == 0 {
+            if since.elapsed() > PATIENCE {
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Once another engine has left the books, makes resident what fits now. A failure costs nothing but speed.
+    fn take_back(&mut self) {
+        let left = self.member.left();
+        if left == self.left || self.weights().in_flight() > 0 {
+            return;
+        }
+        self.left = left;
+        if let Err(error) = self.promote(EpochReason::OtherEngine) {
+            log::warn!("bytes that another engine gave back were not taken: {error}");
+        }
     }
 
     /// Grants and maps KV memory up to `bytes`; the weights give way where they have to.
@@ -192,6 +317,7 @@ impl Budget {
     /// The device's; what is still mapped stays charged then.
     pub fn shrink_kv(&mut self, bytes: u64) -> Result<()> {
         let mapped = self.weights().provider_mut().resize(RangeKind::Kv, bytes)?;
+        self.observe()?;
         self.kv_lease.shrink(self.kv_lease.bytes().saturating_sub(mapped))?;
         self.promote(EpochReason::KvShrink)
     }
@@ -202,6 +328,8 @@ impl Budget {
     /// The governor's, if what is held can't be brought below the new limit; the device's, if it refuses what the new plan
     /// maps or unmaps. The old limit and plan are in force then.
     pub fn set_plan(&mut self, plan: MemoryPlan) -> Result<()> {
+        let books = self.member.books().clone();
+        let _joining = books.joining();
         let old = self.plan.clone();
         let highest = old.breakdown.limit.max(plan.breakdown.limit);
         let Err(error) = self.take_up(plan) else { return Ok(()) };
@@ -215,10 +343,10 @@ impl Budget {
         let limit = plan.breakdown.limit;
         // A higher limit first, so that higher promises fit; lower promises first, so that a lower limit fits.
         if limit > self.plan.breakdown.limit {
-            self.governor.set_limit(self.pool, limit)?;
+            self.member.books().set_limit(limit)?;
         }
         self.set_terms(&plan)?;
-        self.governor.set_limit(self.pool, limit)?;
+        self.member.books().set_limit(limit)?;
         self.plan = plan;
         self.promote(EpochReason::Limit)?;
         self.fit_ring()
@@ -227,10 +355,10 @@ impl Budget {
     /// Back to the plan that was in force before a change that failed somewhere on its way.
     fn go_back(&mut self, old: MemoryPlan, highest: u64) -> Result<()> {
         let limit = old.breakdown.limit;
-        self.governor.set_limit(self.pool, highest)?;
+        self.member.books().set_limit(highest)?;
         self.set_terms(&old)?;
         self.plan = old;
-        self.governor.set_limit(self.pool, limit)?;
+        self.member.books().set_limit(limit)?;
         // What can't come back now is streamed; the next step asks for its ring again.
         if let Err(error) = self.promote(EpochReason::Limit).and_then(|()| self.fit_ring()) {
             log::warn!("after a change of the limit that failed: {error}");
@@ -245,6 +373,12 @@ impl Budget {
 
     /// Makes as many weights resident as free bytes allow.
     fn promote(&mut self, reason: EpochReason) -> Result<()> {
+        let give_way = self.give_way.clone();
+        let _placing = lock(&give_way.placing);
+        if lock(&give_way.target).is_some() {
+            // Another engine is taking bytes from these weights at this moment.
+            return Ok(());
+        }
         let (held, all) = {
             let weights = self.weights();
             (weights.held_bytes(), weights.all_bytes())
@@ -261,6 +395,7 @@ impl Budget {
         };
         if whole && self.staging_lease.bytes() > 0 {
             self.weights().set_ring(Ring::default())?;
+            self.observe()?;
             self.staging_lease.shrink(self.staging_lease.bytes())?;
         }
         let need = target.held.saturating_sub(held);
@@ -270,9 +405,10 @@ impl Budget {
         let reservation = self.holders.weights.try_reserve(need)?;
         reservation.commit_into(&mut lock(&self.give_way.lease))?;
         let placed = self.weights().place(target, reason);
+        let observed = self.observe();
         self.give_way.settle();
         placed?;
-        self.observe()
+        observed
     }
 
     /// Gives the ring the size that the placement needs: slots if anything is streamed, none otherwise.
@@ -298,6 +434,7 @@ impl Budget {
                 self.observe()?;
             } else {
                 self.weights().set_ring(want)?;
+                self.observe()?;
                 self.staging_lease.shrink(self.staging_lease.bytes())?;
             }
         }
@@ -310,15 +447,14 @@ impl Budget {
     pub fn report(&self, device: &DeviceReport) -> Result<Report> {
         let granule = self.plan.granule;
         for figure in &device.physical {
-            let (source, bytes) = match figure.source {
+            match figure.source {
                 // The ledger counts whole granules.
-                PhysicalSource::MapCount => (Source::MapCount, figure.bytes.next_multiple_of(granule)),
-                PhysicalSource::Driver => (Source::Driver, figure.bytes),
-                PhysicalSource::Nvml => (Source::Nvml, figure.bytes),
-            };
-            self.governor.record_physical(self.pool, source, bytes)?;
+                PhysicalSource::MapCount => self.member.record_mapped(figure.bytes.next_multiple_of(granule))?,
+                PhysicalSource::Driver => self.member.record(Source::Driver, figure.bytes)?,
+                PhysicalSource::Nvml => self.member.record(Source::Nvml, figure.bytes)?,
+            }
         }
-        Ok(self.governor.report())
+        Ok(self.member.report())
     }
 
     /// Takes the device's physical figures, so that a peak between two reports is seen.
@@ -329,6 +465,6 @@ impl Budget {
 
     /// Peaks start again at what is held now.
     pub fn reset_peaks(&self) {
-        self.governor.reset_peaks();
+        self.member.books().reset_peaks();
     }
 }

@@ -9,6 +9,7 @@ use headrace_provider::{
     DeviceError, DeviceInfo, DeviceReport, ProgramId, Provider, RangeKind, StepInput, StepOutput, Ticket,
 };
 
+use crate::books::{Books, Others};
 use crate::budget::Budget;
 use crate::dynamic::policy_limits;
 use crate::error::{EngineError, Result};
@@ -80,9 +81,17 @@ impl Home {
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let mut weights = PagedWeights::new(provider, model.clone(), options.clone(), target)?;
         let layout = weights.schedule_layout().clone();
-        let needs = device_needs(weights.provider_mut(), model, options, &layout)?;
+        let mut needs = device_needs(weights.provider_mut(), model, options, &layout)?;
+        // An engine without a limit has no part in anybody's.
+        let key = weights.provider().memory_key().filter(|_| sizes.mode != PlacementMode::Unmanaged);
+        let books = Books::open(key.as_deref(), sizes.limit, info.granule)?;
+        let joining = books.joining();
+        let member = books.join();
+        needs.others = books.others(Some(&member));
         let plan = MemoryPlan::new(weights.schedule_layout(), info.granule, needs, &sizes)?;
-        Ok(Home::Paged { budget: Box::new(Budget::new(weights, plan)?), sizes })
+        let budget = Box::new(Budget::new(weights, plan, member)?);
+        drop(joining);
+        Ok(Home::Paged { budget, sizes })
     }
 
     /// What [`Home::paged`] would do, without mapping anything.
@@ -97,7 +106,8 @@ impl Home {
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
-        let needs = device_needs(provider.as_mut(), model, options, &layout)?;
+        let mut needs = device_needs(provider.as_mut(), model, options, &layout)?;
+        needs.others = Books::others_of(provider.memory_key().as_deref());
         let plan = MemoryPlan::new(&layout, info.granule, needs, sizes)?;
         Ok((MemoryReport::of(model, &layout, &plan, &plan.placement), Trade::new(&layout, &plan, sizes, length)))
     }
@@ -113,7 +123,8 @@ impl Home {
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let schedule = PieceLayout::new(model, target);
-        let needs = device_needs(provider.as_mut(), model, options, &schedule)?;
+        let mut needs = device_needs(provider.as_mut(), model, options, &schedule)?;
+        needs.others = Books::others_of(provider.memory_key().as_deref());
         let plan = MemoryPlan::new(&schedule, info.granule, needs, sizes)?;
         let layout = Arc::new(PieceLayout::by_tensor(model, target));
         Ok(Scenario {
@@ -182,7 +193,7 @@ impl Home {
     pub(crate) fn max_in_flight(&self) -> usize {
         match self {
             Home::InPlace { provider, .. } => provider.max_in_flight(),
-            Home::Paged { budget, .. } => budget.weights().max_in_flight(),
+            Home::Paged { budget, .. } => budget.max_in_flight(),
         }
     }
 
@@ -286,7 +297,8 @@ impl Home {
                 // What is recorded by now is part of the device's own figure; what the plan set aside for it is not less.
                 let plan = budget.plan();
                 let fixed = plan.fixed.max(weights.provider().fixed_bytes());
-                let needs = DeviceNeeds { fixed, graphs: plan.graphs };
+                let others = budget.others();
+                let needs = DeviceNeeds { context: plan.context, others, fixed, graphs: plan.graphs };
                 MemoryPlan::new(weights.schedule_layout(), weights.granule(), needs, &Sizes { limit, ..sizes.clone() })
             }
         }
@@ -336,5 +348,6 @@ fn device_needs(
     // In this order: the program's code is part of the fixed bytes once it is loaded.
     let program = provider.program_bytes(&step)?;
     let fixed = provider.fixed_bytes() + program;
-    Ok(DeviceNeeds { fixed, graphs: provider.graph_allowance() })
+    let context = provider.shared_bytes();
+    Ok(DeviceNeeds { context, others: Others::default(), fixed, graphs: provider.graph_allowance() })
 }

@@ -29,14 +29,22 @@ pub enum EpochReason {
     KvShrink,
     /// The limit was changed.
     Limit,
+    /// Another engine that shares the device took bytes from the weights, or left and gave them back.
+    OtherEngine,
     /// A step failed, and the ring was filled anew.
     Recovery,
 }
 
 impl EpochReason {
     /// Every reason.
-    pub const ALL: [EpochReason; 5] =
-        [EpochReason::Load, EpochReason::KvGrowth, EpochReason::KvShrink, EpochReason::Limit, EpochReason::Recovery];
+    pub const ALL: [EpochReason; 6] = [
+        EpochReason::Load,
+        EpochReason::KvGrowth,
+        EpochReason::KvShrink,
+        EpochReason::Limit,
+        EpochReason::OtherEngine,
+        EpochReason::Recovery,
+    ];
 
     /// Name in stats.
     pub const fn name(self) -> &'static str {
@@ -45,6 +53,7 @@ impl EpochReason {
             EpochReason::KvGrowth => "kv-growth",
             EpochReason::KvShrink => "kv-shrink",
             EpochReason::Limit => "limit",
+            EpochReason::OtherEngine => "other-engine",
             EpochReason::Recovery => "recovery",
         }
     }
@@ -103,6 +112,8 @@ pub struct PagedWeights {
     epoch: Option<Epoch>,
     reason: EpochReason,
     counters: PagedCounters,
+    /// Steps submitted and not collected.
+    in_flight: usize,
     /// The policy in charge; `None` under the static schedule.
     dynamic: Option<Box<Dynamic>>,
     /// Under a policy, the results of the last step.
@@ -140,6 +151,7 @@ impl PagedWeights {
             epoch: None,
             reason: EpochReason::Load,
             counters: PagedCounters::default(),
+            in_flight: 0,
             dynamic,
             finished: None,
         })
@@ -283,6 +295,11 @@ impl PagedWeights {
         self.reason = reason;
     }
 
+    /// Steps that were submitted and not collected.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
     /// Most steps that may be submitted and not collected. Under a policy, which decides between the programs of one step, 1.
     pub fn max_in_flight(&self) -> usize {
         if self.dynamic.is_some() { 1 } else { self.provider.max_in_flight() }
@@ -328,6 +345,8 @@ impl PagedWeights {
             return Ok(());
         }
         let result = self.provider.collect(ticket, output);
+        // Collected or lost: it is not in flight any more.
+        self.in_flight = self.in_flight.saturating_sub(1);
         if result.is_err() {
             self.epoch.iter_mut().for_each(|epoch| epoch.primed = false);
             self.reason = EpochReason::Recovery;
@@ -371,6 +390,7 @@ impl PagedWeights {
             epoch.primed = true;
         }
         let ticket = self.provider.submit(epoch.step, input)?;
+        self.in_flight += 1;
         self.counters.streamed_bytes += epoch.schedule.streamed_bytes;
         self.counters.resident_bytes_read += epoch.schedule.resident_bytes;
         self.counters.host_mapped_bytes += epoch.schedule.host_mapped_bytes;

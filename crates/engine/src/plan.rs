@@ -6,6 +6,7 @@ use headrace_kv::{Buckets, KvGeometry};
 use headrace_model::ModelSpec;
 use serde::Serialize;
 
+use crate::books::Others;
 use crate::error::{EngineError, Result};
 use crate::layout::PieceLayout;
 use crate::mode::{PlacementChoice, PlacementMode};
@@ -73,9 +74,13 @@ impl fmt::Display for Breakdown {
 }
 
 /// What a device takes for itself, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceNeeds {
-    /// Context, tables, descriptors, activations: what it takes now, and what recording the step's program adds.
+    /// What the process takes once, however many engines use the device.
+    pub context: u64,
+    /// What other engines of the process hold for certain.
+    pub others: Others,
+    /// Tables, descriptors, activations: what it takes now, and what recording the step's program adds.
     pub fixed: u64,
     /// What all captured graphs together may take.
     pub graphs: u64,
@@ -111,7 +116,9 @@ pub struct MemoryPlan {
     pub breakdown: Breakdown,
     /// Mapping unit in bytes.
     pub granule: u64,
-    /// What the device itself takes, in bytes.
+    /// What the process takes of the device once, in bytes.
+    pub context: u64,
+    /// What the device takes for this engine, in bytes.
     pub fixed: u64,
     /// What is set aside for captured graphs, in bytes.
     pub graphs: u64,
@@ -143,6 +150,7 @@ impl MemoryPlan {
     pub fn new(layout: &PieceLayout, granule: u64, device: DeviceNeeds, sizes: &Sizes) -> Result<MemoryPlan> {
         let up = |bytes: u64| bytes.next_multiple_of(granule);
         let (fixed, graphs, workspace) = (up(device.fixed), up(device.graphs), up(sizes.workspace));
+        let (context, others) = (up(device.context), device.others.bytes);
         let page_bytes = sizes.geometry.page_bytes() as u64;
         let one = sizes.geometry.pages_for(sizes.max_context);
         let kv_one = Buckets::new(one, one, page_bytes, granule)?.max().bytes;
@@ -158,10 +166,22 @@ impl MemoryPlan {
             _ => all_bytes,
         };
         let mut needs = vec![
-            Need::new("fixed", fixed, "norms, biases, tables, and what the device itself takes"),
+            Need::new("fixed", fixed, "norms, biases, tables, and what the device takes for this model"),
             Need::new("workspace", workspace, "buffers of a step, logits included"),
             Need::new("kv", kv_one, format!("one sequence of max_context = {} positions", sizes.max_context)),
         ];
+        if context > 0 {
+            needs.insert(
+                0,
+                Need::new("context", context, "what the process takes of the device once: context and kernels"),
+            );
+        }
+        if others > 0 {
+            let names: Vec<String> =
+                device.others.holders.iter().map(|(name, bytes)| format!("{name} {bytes}")).collect();
+            needs
+                .insert(0, Need::new("others", others, format!("other engines in this process: {}", names.join(", "))));
+        }
         if graphs > 0 {
             needs.push(Need::new("graphs", graphs, "what captured graphs may take"));
         }
@@ -181,7 +201,7 @@ impl MemoryPlan {
         }
         let want = one.saturating_mul(sizes.max_batch);
         let most = Buckets::new(1, want, page_bytes, granule)?.max().bytes;
-        let own = fixed + graphs + workspace;
+        let own = context + others + fixed + graphs + workspace;
         let everything = own + headroom + most + all_bytes;
         let breakdown = Breakdown { limit: sizes.limit, needs, everything, mode };
         if breakdown.minimum() > sizes.limit {
@@ -209,6 +229,7 @@ impl MemoryPlan {
         Ok(MemoryPlan {
             breakdown,
             granule,
+            context,
             fixed,
             graphs,
             workspace,

@@ -6,6 +6,8 @@ use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{DeviceError, Provider};
 
+#[cfg(feature = "cuda")]
+use crate::books::Books;
 use crate::error::{EngineError, Result};
 use crate::mode::PlacementMode;
 use crate::options::{DeviceChoice, EngineOptions};
@@ -127,8 +129,12 @@ fn cuda(ordinal: usize, options: &EngineOptions) -> std::result::Result<Device, 
     let (free, _) = provider.context().memory_info().map_err(|e| e.to_string())?;
     let limit = match options.placement {
         PlacementMode::Unmanaged => UNLIMITED,
-        // What the context took already is part of the limit.
-        _ => options.vram_limit.unwrap_or(free + provider.fixed_bytes()),
+        // Without a limit of its own: the one that is in force for the process, else all that is free. What the context took
+        // already is part of it.
+        _ => options.vram_limit.unwrap_or_else(|| {
+            let in_force = provider.memory_key().and_then(|key| Books::limit_of(&key));
+            in_force.unwrap_or(free + provider.fixed_bytes() + provider.shared_bytes())
+        }),
     };
     Ok(Device::Paged(Box::new(provider), limit))
 }

@@ -115,7 +115,7 @@ impl WeightStats {
 /// One holder's share of a pool, in bytes. Gauges, but for the peak, which starts again at a reset.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct HolderStats {
-    /// `weights`, `staging`, `kv`, `workspace`, `graphs`, `fixed`.
+    /// `weights`, `staging`, `kv`, `workspace`, `graphs`, `fixed`, `context`; another engine's end in `of engine N`.
     pub name: String,
     /// Charged now.
     pub used: u64,

@@ -27,6 +27,7 @@ use crate::launcher::Launcher;
 use crate::overhead::{Overhead, OverheadMeter};
 use crate::physical::CardMemory;
 use crate::recorded::Recorded;
+use crate::share::{Share, Shares};
 use crate::stream::Streams;
 use crate::upload::{UploadCounters, Uploader};
 
@@ -67,11 +68,10 @@ pub struct CudaProvider {
     pub(crate) streams: Streams,
     vectors: HashMap<headrace_model::spec::TensorId, u64>,
     rope: (u64, u64),
-    overhead: Overhead,
+    /// What the process takes once.
+    share: Arc<Share>,
     meter: OverheadMeter,
-    /// Free bytes of the card once context and kernels were there.
-    free_at_open: u64,
-    /// Bytes that kernels loaded for a model's formats and width took beyond `overhead`.
+    /// Bytes that this provider's kernels took beyond that.
     kernel_bytes: u64,
     /// Bytes of the largest graph captured so far.
     largest_graph: u64,
@@ -113,8 +113,11 @@ impl CudaProvider {
     ) -> Result<CudaProvider, DriverProblem> {
         // The driver is asked first: without one, nothing else needs to be looked for.
         let driver = crate::driver::Driver::load()?;
-        let meter = OverheadMeter::before(&driver.usable_card(ordinal)?);
+        let usable = driver.usable_card(ordinal)?;
+        let mut shares = Shares::lock();
+        let meter = OverheadMeter::before(&usable);
         let context = Context::open(ordinal)?;
+        let (free_before, _) = context.memory_info()?;
         let streams = Streams::new(&context)?;
         let launcher = kernels(&context)?;
         let memory = CardMemory::new(&context)?;
@@ -129,8 +132,12 @@ impl CudaProvider {
                 text: other.to_string(),
             }),
         })?;
-        let overhead = meter.after(&context);
         let (free_at_open, _) = context.memory_info()?;
+        let (share, kernel_bytes) = match shares.get(&usable.bus_id) {
+            // The context was there: what came is this provider's own.
+            Some(share) => (share, free_before.saturating_sub(free_at_open)),
+            None => (shares.insert(&usable.bus_id, Share { overhead: meter.after(&context), free_at_open }), 0),
+        };
         Ok(CudaProvider {
             programs: HashMap::new(),
             attached: None,
@@ -141,10 +148,9 @@ impl CudaProvider {
             streams,
             vectors: HashMap::new(),
             rope: (0, 0),
-            overhead,
+            share,
             meter,
-            free_at_open,
-            kernel_bytes: 0,
+            kernel_bytes,
             largest_graph: 0,
             counters: GraphCounters::default(),
             clock: Clock::default(),
@@ -175,7 +181,7 @@ impl CudaProvider {
 
     /// What the context and the kernels took, and who says so.
     pub fn overhead(&self) -> Overhead {
-        self.overhead
+        self.share.overhead
     }
 
     /// Counters of graphs, copies and memory.
@@ -247,6 +253,14 @@ impl Provider for CudaProvider {
 
     fn fixed_bytes(&self) -> u64 {
         self.fixed_parts().iter().map(|part| part.1).sum()
+    }
+
+    fn memory_key(&self) -> Option<String> {
+        Some(format!("card {}", self.context.card().bus_id))
+    }
+
+    fn shared_bytes(&self) -> u64 {
+        self.share.overhead.bytes
     }
 
     fn graph_allowance(&self) -> u64 {

@@ -114,6 +114,18 @@ pub trait Provider: Send {
         Ok(0)
     }
 
+    /// Names the physical memory that it takes from. Providers of one process that give the same name share it, and one limit
+    /// holds for all of them; `None` for memory of its own.
+    fn memory_key(&self) -> Option<String> {
+        None
+    }
+
+    /// Bytes of that memory that the process takes once, however many providers share it: a context. Not part of
+    /// [`Provider::fixed_bytes`], nor of the device's own count in [`Provider::report`].
+    fn shared_bytes(&self) -> u64 {
+        0
+    }
+
     /// Bytes of the device that all captured graphs together may take and will never exceed: beyond
     /// [`Provider::fixed_bytes`], and charged from the beginning. 0 on a device whose programs take none.
     fn graph_allowance(&self) -> u64 {

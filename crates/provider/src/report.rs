@@ -3,7 +3,8 @@
 /// Who measured a physical figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PhysicalSource {
-    /// The device's own count of what it has mapped.
+    /// The device's own count of what it has mapped, its fixed part and its graphs. What the process takes once, however many
+    /// devices share a memory, is not in it.
     MapCount,
     /// The driver: by how much the card's free memory shrank since the device was opened, what the context took
     /// included. Other processes' changes are in it.

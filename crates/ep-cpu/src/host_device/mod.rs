@@ -63,6 +63,10 @@ pub struct HostOptions {
     pub positions: Option<usize>,
     /// Fill new memory, and slots before each copy, with bytes of ones, a NaN in every float format.
     pub poison: bool,
+    /// Name of the memory: devices of one name share it, as providers of one card do. A test instrument.
+    pub memory_key: Option<&'static str>,
+    /// Bytes of that memory that the process takes once, as a context is. A test instrument.
+    pub shared_bytes: u64,
     /// Bytes per second of the link that slots are filled over; `None` for as fast as memory is.
     pub link: Option<u64>,
     /// False to refuse kernels the host's memory in place, as a card's driver does where pinning is refused.
@@ -78,6 +82,8 @@ impl Default for HostOptions {
             capacity: None,
             positions: None,
             poison: true,
+            memory_key: None,
+            shared_bytes: 0,
             link: None,
             pinning: true,
         }

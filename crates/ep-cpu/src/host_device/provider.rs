@@ -80,6 +80,14 @@ impl Provider for HostDevice {
         self.attached.as_ref().map_or(0, |a| a.file.vector_bytes() + a.rope.bytes())
     }
 
+    fn memory_key(&self) -> Option<String> {
+        self.options.memory_key.map(str::to_string)
+    }
+
+    fn shared_bytes(&self) -> u64 {
+        self.options.shared_bytes
+    }
+
     fn report(&self) -> DeviceReport {
         let (vectors, tables) = self.attached.as_ref().map_or((0, 0), |a| (a.file.vector_bytes(), a.rope.bytes()));
         DeviceReport {

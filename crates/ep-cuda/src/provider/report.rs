@@ -27,7 +27,7 @@ impl CudaProvider {
     /// What [`headrace_provider::Provider::fixed_bytes`] consists of.
     pub(super) fn fixed_parts(&self) -> Vec<(&'static str, u64)> {
         vec![
-            ("context and kernels", self.overhead.bytes + self.kernel_bytes),
+            ("kernels", self.kernel_bytes),
             ("vectors and tables", self.arena.mapped(FIXED)),
             ("scratch", self.arena.mapped(SCRATCH)),
             ("descriptors", self.arena.mapped(STATE)),
@@ -43,7 +43,7 @@ impl CudaProvider {
         let own = PhysicalFigure { source: PhysicalSource::MapCount, bytes: ranges + fixed + self.graph_bytes_now() };
         let mut figures = vec![own];
         if let Ok((free, _)) = self.context.memory_info() {
-            let bytes = self.overhead.bytes + self.free_at_open.saturating_sub(free);
+            let bytes = self.share.overhead.bytes + self.share.free_at_open.saturating_sub(free);
             figures.push(PhysicalFigure { source: PhysicalSource::Driver, bytes });
         }
         let nvml = self.meter.process_bytes();
