@@ -1,4 +1,4 @@
-"""Holds a card's own figures against the ledger: the probe, memory under three limits by NVML, the device's clock.
+"""Holds a card's own figures against the ledger: the probe, memory under three limits by NVML, two engines, the device's clock.
 
     python benches/gpu/books.py --model-dir /tmp/models --out results
 
@@ -128,6 +128,41 @@ def under_limit(path: Path, limit: int, nvml: Nvml, faults: list[str]) -> dict[s
     return row
 
 
+def two_engines(path: Path, limit: int, nvml: Nvml, faults: list[str]) -> dict[str, Any]:
+    """Two engines under one limit that doesn't hold both: the second takes from the first, which takes back when it leaves."""
+    sampler = Sampler(nvml)
+    options: dict[str, Any] = {"device": "cuda", "max_context": CONTEXT, "max_batch": 1, "prefill_chunk": 64}
+
+    def run(engine: headrace.Engine) -> tuple[int, ...]:
+        return engine.generate([1, 2, 3], max_new_tokens=8, stop_tokens=()).token_ids
+
+    first = headrace.Engine.load(path, vram_limit=limit, **options)
+    tokens = [run(first)]
+    sampler.phase = "both"
+    second = headrace.Engine.load(path, **options)
+    pools = {}
+    for _ in range(2):
+        tokens += [run(first), run(second)]
+    pools["both"] = second.stats().memory[0]
+    sampler.phase = "one again"
+    del second
+    tokens += [run(first), run(first)]
+    pools["one again"] = first.stats().memory[0]
+    streamed = first.plan.memory.streamed_bytes if first.plan.memory else 0
+    peaks = sampler.stop()
+    for name, pool in pools.items():
+        print(f"{name}: " + ", ".join(f"{h.name} {h.used:,}" for h in pool.holders if h.used), flush=True)
+        over = [figure for figure in pool.physical if figure.peak > limit]
+        if over or pool.unaccounted or pool.oversubscribed or pool.underflows or pool.limit != limit:
+            faults.append(f"two engines, {name}: {pool}")
+    if any(max(row["process"], row["card"]) > limit for row in peaks.values()):
+        faults.append(f"two engines: {peaks} under {limit:,}")
+    if len(set(tokens)) != 1 or streamed:
+        faults.append(f"two engines: tokens {tokens}, {streamed:,} bytes still streamed")
+    print(f"two engines under {limit:,}: {peaks}", flush=True)
+    return {"limit": limit, "peaks": peaks, "memory": {name: pool.as_dict() for name, pool in pools.items()}}
+
+
 def cost_of_marks(path: Path, limit: int) -> list[dict[str, Any]]:
     """Streamed steps with and without marks inside the graph, in turns."""
     rows = []
@@ -153,7 +188,7 @@ def main() -> None:
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     faults: list[str] = []
-    result: dict[str, Any] = {"build": headrace.build_info(), "limits": [], "marks": []}
+    result: dict[str, Any] = {"build": headrace.build_info(), "limits": [], "two_engines": {}, "marks": []}
     try:
         nvml = Nvml()
         result["probe"] = headrace.probe().as_dict()
@@ -175,6 +210,7 @@ def main() -> None:
             result["limits"].append(under_limit(path, limit, nvml, faults))
         if any(row["tokens"] != result["limits"][0]["tokens"] for row in result["limits"]):
             faults.append("the limits' tokens differ")
+        result["two_engines"] = two_engines(path, memory.everything, nvml, faults)
         for share in (1.0, 0.12):
             limit = int(memory.everything - share * (memory.everything - minimum))
             result["marks"] += cost_of_marks(path, limit)

@@ -80,7 +80,8 @@ class Engine:
                 `"host-device"` does too, but in a memory of its own that is limited, mapped and streamed into as a card's
                 is.
             vram_limit: Most bytes that everything on the device may take: an int, or a size such as `"8GiB"` or `"80%"`.
-                Weights that don't fit are streamed. Default: no limit.
+                Weights that don't fit are streamed. It holds for all engines of this process on a card together, and the last limit given
+                counts. Default: the one in force, else no limit.
             placement: Where weights are read from; never changes a token. `"auto"` keeps them all resident if they fit beside
                 all KV, else streams, and `plan` and `stats()` say which and why; `"resident"` refuses a limit that can't hold
                 everything; `"stream"` copies what is cold through a ring; `"zero-copy"` has kernels read it in place over the
