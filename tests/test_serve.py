@@ -197,6 +197,11 @@ def test_a_list_of_prompts(tiny: headrace.Engine, engine: headrace.Engine, alone
     assert engine.generate(tuple(texts[:1]), max_new_tokens=6)[0].text == both[0].text
     with pytest.raises(ValueError, match="prompt"):
         tiny.generate([[1], []], max_new_tokens=2)
+    # One prompt is one prompt, whatever holds its ids, and so are many.
+    one = np.array(PROMPTS[2])
+    assert tiny.generate(one, max_new_tokens=7, stop_tokens=()).token_ids == alone[2]  # type: ignore[call-overload]
+    assert tiny.generate([one], max_new_tokens=7, stop_tokens=())[0].token_ids == alone[2]  # type: ignore[call-overload]
+    assert tiny.generate([[1, 2]], max_new_tokens=0)[0].token_ids == ()
 
 
 def test_a_list_shows_its_progress(tiny: headrace.Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,7 +233,7 @@ class Engine:
             speculation=speculation,
             keep_logits=keep_logits,
         )
-        if isinstance(prompt, str) or not prompt or not isinstance(prompt[0], (str, Sequence, np.ndarray)):
+        if isinstance(prompt, str) or len(prompt) == 0 or not isinstance(prompt[0], (str, Sequence, np.ndarray)):
             with GenerationProgress(progress, max_new_tokens) as bars:
                 return generation(self._inner.generate(self._prompt_ids(prompt), options, bars.callback), self)  # type: ignore[arg-type]
         with GenerationProgress(progress, max_new_tokens and max_new_tokens * len(prompt)) as bars:
