@@ -184,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=make_model.SHAPES, default="14b")
     parser.add_argument("--model-dir", type=Path, default=Path("/tmp/headrace-models"))
+    parser.add_argument("--cold", type=float, nargs="*", default=[1.0, 0.12], help="shares for the cost of marks")
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
@@ -211,7 +212,7 @@ def main() -> None:
         if any(row["tokens"] != result["limits"][0]["tokens"] for row in result["limits"]):
             faults.append("the limits' tokens differ")
         result["two_engines"] = two_engines(path, memory.everything, nvml, faults)
-        for share in (1.0, 0.12):
+        for share in a.cold:
             limit = int(memory.everything - share * (memory.everything - minimum))
             result["marks"] += cost_of_marks(path, limit)
     finally:

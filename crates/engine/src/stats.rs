@@ -1,6 +1,6 @@
 //! What an engine counts: totals over the window that `reset_stats` opens, and gauges that survive it.
 
-use headrace_memory_governor::{HolderReport, PoolReport, Role, Source};
+use headrace_memory_governor::{HolderReport, PoolReport, Source};
 use headrace_provider::{ClockReport, DeviceReport, GraphReport, SourceReport};
 use serde::Serialize;
 
@@ -208,7 +208,7 @@ impl PoolStats {
             peak: p.peak,
             unaccounted: p.peak_unaccounted,
         };
-        let fixed = pool.holders.iter().filter(|h| h.role == Role::Other).map(|h| h.used).sum();
+        let fixed = pool.holders.iter().find(|h| h.name == "fixed").map_or(0, |h| h.used);
         PoolStats {
             name: pool.pool.to_string(),
             limit: pool.limit,

@@ -70,6 +70,8 @@ fn check(pool: &PoolStats, limit: u64) {
     assert_eq!((pool.unaccounted, pool.oversubscribed, pool.underflows), (0, 0, 0), "{pool:?}");
     assert!(pool.peak <= limit && pool.mapped_peak <= limit && pool.limit == limit, "{pool:?}");
     assert_eq!(pool.used, pool.mapped, "{pool:?}");
+    let parts = pool.fixed_parts.iter().map(|part| part.1).sum::<u64>();
+    assert_eq!(Some(parts), used(pool, "fixed"), "neither the context nor another engine's");
 }
 
 #[test]
