@@ -40,7 +40,7 @@ def main() -> None:
     for activations in a.activations or ["int8", "int16"]:
         engine = headrace.Engine.load(
             a.model,
-            device=a.device,  # type: ignore[arg-type]
+            device=a.device,
             threads=a.threads,
             activations=activations,
             max_context=256,

@@ -2,8 +2,8 @@
 
     python benches/gpu/mixes.py --device cuda --check model.gguf onnx-dir --out results
 
-Every mix runs on the device under test, continuously batched; every request runs alone on the CPU. `results/mixes.json` holds
-a row for each mix; the exit status is 1 if a bit differs.
+Every mix runs on the device under test, continuously batched, with logits and drafts and without; every request runs alone on the
+CPU. `results/mixes.json` holds a row for each mix; the exit status is 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ def plan_mix(rng: random.Random, vocab: int, sequences: int, longest: int) -> li
                 "speculation": 0 if drawn else rng.choice([0, 0, 1, 4, 8]),
                 # How many tokens of the request before this one are waited for before this one is submitted.
                 "after": rng.choice([0, 0, 0, 1, 5]),
+                # A token that it will choose, and that ends it then.
+                "stop_at": rng.randint(0, 30) if rng.random() < 0.4 else None,
                 "cancel_after": rng.randint(0, 20) if rng.random() < 0.2 else None,
             }
         )
     return mix
 
 
-def run_mix(engine: headrace.Engine, mix: list[dict[str, Any]]) -> list[headrace.Generation]:
+def run_mix(engine: headrace.Engine, mix: list[dict[str, Any]], keep_logits: bool) -> list[headrace.Generation]:
     with engine.serve() as server:
         requests: list[headrace.Request] = []
         for m in mix:
@@ -53,7 +55,10 @@ def run_mix(engine: headrace.Engine, mix: list[dict[str, Any]]) -> list[headrace
                 for _, _token in zip(range(m["after"]), requests[-1]):
                     pass
             options = {k: m[k] for k in ("max_new_tokens", "temperature", "seed", "speculation")}
-            requests.append(server.submit(m["prompt"], stop_tokens=(), keep_logits=True, **options))
+            if not keep_logits:
+                # Steps with drafts are followed by none, and neither are those whose logits are wanted.
+                options["speculation"] = 0
+            requests.append(server.submit(m["prompt"], stop_tokens=m["stop_tokens"], keep_logits=keep_logits, **options))
             if m["cancel_after"] == 0:
                 requests[-1].cancel()
         for m, request in zip(mix, requests, strict=True):
@@ -64,15 +69,29 @@ def run_mix(engine: headrace.Engine, mix: list[dict[str, Any]]) -> list[headrace
         return [request.result() for request in requests]
 
 
-def same(got: headrace.Generation, alone: headrace.Generation) -> bool:
+def alone(engine: headrace.Engine, m: dict[str, Any]) -> headrace.Generation:
+    """What a request gives by itself. Chooses the token at which it stops, if it is to."""
+    options = {k: m[k] for k in ("max_new_tokens", "temperature", "seed")}
+    m["stop_tokens"] = ()
+    result: headrace.Generation = engine.generate(m["prompt"], stop_tokens=(), keep_logits=True, **options)
+    if m["stop_at"] is not None and m["stop_at"] < len(result.token_ids):
+        m["stop_tokens"] = (result.token_ids[m["stop_at"]],)
+        result = engine.generate(m["prompt"], stop_tokens=m["stop_tokens"], keep_logits=True, **options)
+    return result
+
+
+def same(got: headrace.Generation, one: headrace.Generation) -> bool:
     """True if tokens and logits are equal, or their beginning, for a request that was cancelled."""
     n = len(got.token_ids)
-    if got.finish_reason != "cancelled" and (n != len(alone.token_ids) or got.finish_reason != alone.finish_reason):
+    if got.finish_reason != "cancelled" and (n != len(one.token_ids) or got.finish_reason != one.finish_reason):
         return False
-    if n == 0:
+    if got.token_ids != one.token_ids[:n]:
+        return False
+    if got.logits is None:
         return True
-    assert got.logits is not None and alone.logits is not None
-    return got.token_ids == alone.token_ids[:n] and np.array_equal(got.logits.view(np.uint32), alone.logits[:n].view(np.uint32))
+    # The choice of a stop token has logits as well.
+    assert one.logits is not None and len(got.logits) == n + (got.finish_reason == "stop")
+    return np.array_equal(got.logits.view(np.uint32), one.logits[: len(got.logits)].view(np.uint32))
 
 
 def smallest_limit(path: Path, device: str, **options: Any) -> int:
@@ -117,17 +136,12 @@ def check(
                 bytes_ = smallest_limit(path, device, **options) if limit == "smallest" else limit
                 card = headrace.Engine.load(path, device=device, vram_limit=bytes_, **options)  # type: ignore[arg-type]
                 mix = plan_mix(rng, cpu.vocab_size, count, min(CONTEXT, longest))
+                expected = [alone(cpu, m) for m in mix]
+                # Plainly, too: only such steps are followed by others in flight.
+                runs = zip(run_mix(card, mix, keep_logits=True), run_mix(card, mix, keep_logits=False), strict=True)
                 equal = 0
-                for m, got in zip(mix, run_mix(card, mix), strict=True):
-                    alone = cpu.generate(
-                        m["prompt"],
-                        max_new_tokens=m["max_new_tokens"],
-                        temperature=m["temperature"],
-                        seed=m["seed"],
-                        stop_tokens=(),
-                        keep_logits=True,
-                    )
-                    equal += same(got, alone)
+                for got, one in zip(runs, expected, strict=True):
+                    equal += all(same(g, one) for g in got)
                 s = card.stats()
                 assert s.kv.sequences == s.kv.pages == 0, s.kv
                 for pool in s.memory:
@@ -144,6 +158,7 @@ def check(
                     "steps": s.tokens.steps,
                     "rows": s.tokens.rows,
                     "accepted": s.tokens.accepted,
+                    "discarded": s.tokens.discarded_rows,
                 }
                 rows.append(row)
                 print(row, flush=True)
