@@ -117,6 +117,11 @@ impl ModuleSource {
     }
 }
 
+/// Modules that use what only compute capability 9.0 has are compiled for that alone.
+fn architecture(module: &str, target: u32) -> String {
+    if target == 90 && module.starts_with("linear_wide.") { "90a".to_owned() } else { target.to_string() }
+}
+
 /// The targets to compile for.
 fn targets() -> Res<Vec<u32>> {
     let Some(list) = std::env::var("HEADRACE_PTX_TARGETS").ok().filter(|l| !l.is_empty()) else {
@@ -269,7 +274,7 @@ impl Nvrtc {
         let (text, c_name) = (c(module.text.clone())?, c(name.clone())?);
         let mut options = OPTIONS.map(str::to_owned).to_vec();
         options.extend(module.options.iter().cloned());
-        options.extend([format!("-arch=compute_{target}"), format!("-I{}", dir.display())]);
+        options.extend([format!("-arch=compute_{}", architecture(name, target)), format!("-I{}", dir.display())]);
         let options = options.into_iter().map(c).collect::<Res<Vec<CString>>>()?;
         let option_ptrs: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let mut program: Program = std::ptr::null_mut();

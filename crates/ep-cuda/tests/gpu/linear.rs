@@ -258,3 +258,89 @@ pub fn segments(gpu: &Gpu) {
         }
     });
 }
+
+/// The formats that linear_tile.cu serves.
+pub fn tiled_formats() -> Vec<Format> {
+    formats().into_iter().filter(|f| f.name().starts_with("int4/32") && !f.name().ends_with(" zp")).collect()
+}
+
+/// The clusters of linear_tile.cu: tiles that are cut off, many token rows, several segments with bias, residual and gaps, spare
+/// activation rows.
+pub fn tiles(gpu: &Gpu) {
+    let mut rng = ChaCha8Rng::seed_from_u64(14);
+    let formats = tiled_formats();
+    assert!(formats.len() >= 4, "{formats:?}");
+    let shapes = [
+        (vec![1], 256, 1),
+        (vec![70, 300], 512, 65),
+        (vec![129], 768, 7),
+        (vec![64, 1, 128], 1280, 130),
+        (vec![200], 2560, 20),
+        (vec![260, 33], 1536, 64),
+        (vec![300], 2304, 33),
+        (vec![128], 1792, 200),
+    ];
+    each(shapes.iter().enumerate(), |(i, (sizes, cols, tokens))| {
+        let (cols, tokens) = (*cols, *tokens);
+        for &format in &formats {
+            let wild = i % 3 == 1;
+            let matrices: Vec<Matrix> = sizes.iter().map(|&n| Matrix::new(&mut rng, format, n, cols, wild)).collect();
+            let x: Vec<Vec<f32>> = (0..tokens)
+                .map(|t| if wild { extreme(&mut rng, cols, t % 3 == 2) } else { ordinary(&mut rng, cols) })
+                .collect();
+            let step = Step::rows(tokens);
+            let out_ld = sizes.iter().sum::<usize>() + 3 * sizes.len() + 5;
+            let before = ordinary(&mut rng, tokens * out_ld);
+            for (w, width) in WIDTHS.into_iter().enumerate() {
+                let spare = if i % 2 == 0 { 24 } else { 0 };
+                let (act, quant) = ActMem::of(&x, tokens.next_multiple_of(8) + spare, width);
+                let mut want = before.clone();
+                let mut column = 2;
+                let (mut list, mut keep) = (Vec::new(), Vec::new());
+                for (m, (matrix, &n)) in matrices.iter().zip(sizes).enumerate() {
+                    let view = matrix.view(format, n, cols);
+                    let (bytes, bias) = vector_bytes(&ordinary(&mut rng, n), (m % 3) as u32);
+                    let (has_bias, accumulate) = (m % 2 == 0, (i + m) % 3 == 1);
+                    for (t, row) in quant.iter().enumerate() {
+                        for (r, &b) in bias.iter().enumerate() {
+                            let at = t * out_ld + column + r;
+                            let y = quantised_dot(&view, r, row);
+                            want[at] = epilogue(y, has_bias.then_some(b), accumulate.then_some(before[at]));
+                        }
+                    }
+                    let mem = Mem::of(&bytes);
+                    let mut segment = matrix.segment(format, n);
+                    segment.column = column as u32;
+                    segment.bias = if has_bias { mem.ptr } else { 0 };
+                    segment.bias_type = (m % 3) as u32;
+                    segment.accumulate = u32::from(accumulate);
+                    list.push(segment);
+                    keep.push(mem);
+                    column += n + 3;
+                }
+                let forms: Vec<LinearVariant> = LinearVariant::all(format, gpu.kernels[w].capability(), cols)
+                    .into_iter()
+                    .filter(|v| matches!(v, LinearVariant::Tile { .. } | LinearVariant::Wide))
+                    .collect();
+                assert!(!forms.is_empty() || gpu.kernels[w].capability() < 90, "{format:?}");
+                for variant in forms {
+                    let out = Mem::of(&before);
+                    let args = LinearArgs {
+                        step: step.at,
+                        x: act.at,
+                        out: out.ptr,
+                        out_ld: out_ld as u32,
+                        ..Default::default()
+                    };
+                    // SAFETY: every buffer has the size that the shapes need.
+                    unsafe { gpu.kernels[w].linear_as(gpu.queue(), format, variant, &args, &list, tokens + 3) }
+                        .expect("launch");
+                    gpu.sync();
+                    assert_same(&out.read(want.len()), &want, &|| {
+                        format!("{format:?} {sizes:?} x {cols}, {tokens} rows, {width:?}, {variant:?}, wild {wild}")
+                    });
+                }
+            }
+        }
+    });
+}

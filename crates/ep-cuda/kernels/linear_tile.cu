@@ -1,0 +1,306 @@
+// Quantised linear layer for many token rows: planar 4-bit codes, a scale for every 32 columns, no zero points.
+//
+// A cluster of 8 / LANES blocks makes R weight rows times TOKENS token rows; each block has LANES of the contract's eight
+// lanes, so that a warp adds up blocks of 32 columns of one lane only and a large tile still fits the registers. Split by
+// lane, the work also comes in more and smaller pieces. At the end the blocks of the cluster read each other's lanes.
+//
+// Weights and activations come through a ring of STAGES stages in shared memory, filled by asynchronous copies. A stage is
+// PERIODS times eight blocks of 32 columns, of which a block of the cluster copies its own lanes.
+//
+// Codes become signed bytes of sixteen times the weight: one shift, two permutations and two logical operations for eight of
+// them, and no zero point is left to correct. The integer results become floats without a conversion: the tensor cores'
+// accumulator starts at the bits of S = 1.5 * 2^19, a float whose unit is 1/16, so that its bits read as a float are S + dot,
+// exactly. The dots of the high and low bytes are joined as fma(S + high, 256, -257 S) + (S + low); both steps are exact.
+//
+// Launch: cluster of 8 / LANES, block LANES * RG * TG * 32, grid (8 / LANES * token tiles, row tiles of the segments),
+// dynamic shared memory tile_shared (src/launch/linear/tile.rs). `x.ld` is a multiple of 8, the columns a multiple of 256.
+// Compute capability 9.0. Compiled once for each format class (FORMAT) that has the option PIPE.
+#include "dot.cuh"
+
+#if defined(PIPE) && __CUDA_ARCH__ >= 900
+
+#define START 0x49400000  // 1.5 * 2^19, whose unit is 1/16
+#define START_FLOAT 786432.0f
+
+__device__ __forceinline__ void mma(int c[4], const u32 a[4], u32 b0, u32 b1, int start) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+}
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+
+// Shared address `at` in block `rank` of the cluster, and the float there.
+__device__ __forceinline__ u32 cluster_at(u32 at, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ float cluster_float(u32 at) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
+
+// Barriers that count bytes: a bulk copy completes when all its bytes are there.
+__device__ __forceinline__ void bytes_init(u32 bar) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void bytes_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bytes_await(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN%=;\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// SIDE: a block's lanes are neighbours (64 bytes of a weight row in one piece at LANES 4); else it has lanes l and l + 4,
+// whose sums it adds up itself.
+template <bool HALF, bool W16, int LANES, bool SIDE, int RG, int TG, int M, int NT, int PERIODS, int STAGES>
+__device__ __forceinline__ void tile(const LinearArgs& a) {
+    extern __shared__ __align__(128) u8 ring[];
+    __shared__ u64 arrived[STAGES];
+    const int CLUSTER = 8 / LANES, THREADS = LANES * RG * TG * 32, R = RG * M * 16, TOKENS = TG * NT * 8;
+    const int SCALE = HALF ? 2 : 4, PLANES = W16 ? 2 : 1, PAIRS = LANES / 2;
+    // A period of a stage: codes [row][lane][16], scales [row][8], activation codes [lane][token][high, low][32], their steps
+    // [lane][token]. The lanes of a row's codes are permuted to keep the banks apart.
+    const int SCALES_AT = LANES * R * 16, X_AT = SCALES_AT + R * 8 * SCALE, STEPS_AT = X_AT + LANES * TOKENS * PLANES * 32;
+    const int PERIOD = STEPS_AT + LANES * TOKENS * 8, STAGE = PERIOD * PERIODS;
+    const u32 rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER * TOKENS;
+    const u32 tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    const u32 slot = tid / 32 % LANES, group = tid / 32 / LANES, row_at = group % RG * (M * 16), token_at = group / RG * (NT * 8);
+    const u32 kb = a.x.cols / 32, periods = kb / 8, stages = (periods + PERIODS - 1) / PERIODS, ld = a.x.ld;
+    // The contract's lane of a slot of this block: its block of 32 columns in every eight.
+    auto lane_of = [&](u32 i) -> u32 { return SIDE ? rank * LANES + i : rank * PAIRS + i % PAIRS + i / PAIRS * 4; };
+    u32 unit = blockIdx.y;
+    const LinearSegment& s = a.segment[find_segment(a, R, unit)];
+    const u32 r0 = unit * R;
+    const u32 base = (u32)__cvta_generic_to_shared(ring);
+
+    // A thread's copies of weights: pieces of 16 bytes, the same places in every period. Sources move on from period to period.
+    auto place = [&](u32 row, u32 i) -> u32 {
+        static_assert(LANES == 2 || LANES == 4 || LANES == 8, "banks");
+        return LANES == 8 ? row * 128 + (i ^ row & 7) * 16 : LANES == 4 ? row * 64 + (i ^ row >> 1 & 3) * 16 : row * 32 + (i ^ row >> 2 & 1) * 16;
+    };
+    const int CODES = (LANES * R + THREADS - 1) / THREADS, SCALES = (R * SCALE / 2 + THREADS - 1) / THREADS;
+    const u8 *codes_from[CODES], *scales_from[SCALES];
+    u32 codes_to[CODES];
+#pragma unroll
+    for (int i = 0; i < CODES; i++) {
+        const u32 e = tid + i * THREADS;
+        codes_from[i] = s.planes[0] + ((u64)min(r0 + e / LANES, s.rows - 1) * kb + lane_of(e % LANES)) * 16;
+        codes_to[i] = base + place(e / LANES, e % LANES);
+    }
+#pragma unroll
+    for (int i = 0; i < SCALES; i++) {
+        const u32 e = tid + i * THREADS;
+        scales_from[i] = s.planes[1] + (u64)min(r0 + e / (SCALE / 2), s.rows - 1) * kb * SCALE + e % (SCALE / 2) * 16;
+    }
+    u32 period = 0;  // first of the next stage to be filled
+    auto fill = [&](u32 put) {
+#pragma unroll
+        for (int p = 0; p < PERIODS; p++) {
+            if (PERIODS > 1 && period + p >= periods) continue;
+#pragma unroll
+            for (int i = 0; i < CODES; i++)
+                if (LANES * R % THREADS == 0 || tid + i * THREADS < LANES * R)
+                    copy16(codes_to[i] + put + p * PERIOD, codes_from[i] + p * 128);
+#pragma unroll
+            for (int i = 0; i < SCALES; i++)
+                if ((R * SCALE / 2) % THREADS == 0 || tid + i * THREADS < R * SCALE / 2)
+                    copy16(base + SCALES_AT + (tid + i * THREADS) * 16 + put + p * PERIOD, scales_from[i] + p * 8 * SCALE);
+        }
+#pragma unroll
+        for (int i = 0; i < CODES; i++) codes_from[i] += 128 * PERIODS;
+#pragma unroll
+        for (int i = 0; i < SCALES; i++) scales_from[i] += 8 * SCALE * PERIODS;
+    };
+    // Activations of a lane's block of columns lie side by side: bulk copies, by the first threads. Token rows past x.ld are left as
+    // they are: what comes of them is dropped.
+    const u32 bars = (u32)__cvta_generic_to_shared(arrived), tokens = min((u32)TOKENS, ld - min(first, ld));
+    const u32 x_slot = tid % LANES, x_unit = tid < LANES ? PLANES * 32 : 8;
+    const u8* x_from = (tid < LANES ? a.x.codes : (const u8*)a.x.steps) + ((u64)lane_of(x_slot) * ld + first) * x_unit;
+    const u32 x_to = base + (tid < LANES ? X_AT : STEPS_AT) + x_slot * TOKENS * x_unit;
+    auto fill_x = [&](u32 put, u32 slot) {
+        if (tid >= 32) return;
+        const u32 count = PERIODS == 1 ? 1 : min((u32)PERIODS, periods - period);
+        if (tid == 0) bytes_expect(bars + slot * 8, count * LANES * tokens * (PLANES * 32 + 8));
+        __syncwarp();
+        if (tid < 2 * LANES) {
+            for (u32 p = 0; p < count; p++)
+                bulk_copy(x_to + put + p * PERIOD, x_from + (u64)p * 8 * ld * x_unit, tokens * x_unit, bars + slot * 8);
+            x_from += (u64)(8 * PERIODS) * ld * x_unit;
+        }
+    };
+    if (tid == 0) {
+        for (int i = 0; i < STAGES; i++) bytes_init(bars + i * 8);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (u32 i = 0; i < STAGES - 1; i++) {
+        if (i < stages) fill(i * STAGE);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        period += PERIODS;
+    }
+    allow_next();
+    wait_for_previous();
+    const u32 token_rows = step_rows(a.step, a.wanted);
+    if (first >= token_rows) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        return;
+    }
+    period = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < STAGES - 1; i++) {
+        if (i < stages) fill_x(i * STAGE, i);
+        period += PERIODS;
+    }
+
+    float acc[M][NT][4];
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int j = 0; j < NT; j++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) acc[i][j][q] = 0.0f;
+    const u32 sign = (a.flip & 0x80808080u) ^ 0x80808080u;
+    // Where this thread's operands are in a period.
+    const u32 codes_at = place(row_at + g, slot) + t * 4, scales_at = SCALES_AT + ((row_at + g) * 8 + lane_of(slot)) * SCALE;
+    const u32 x_at = X_AT + (slot * TOKENS + token_at + g) * (PLANES * 32) + 8 * t;
+    const u32 steps_at = STEPS_AT + (slot * TOKENS + token_at + 2 * t) * 8;
+
+    u32 get = 0, at = 0, parity = 0;  // this stage: where it is, which of the ring, which round
+    for (u32 stage = 0; stage < stages; stage++) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        bytes_await(bars + at * 8, parity);
+        __syncthreads();
+        if (stage + STAGES - 1 < stages) {
+            const u32 put = get == 0 ? (STAGES - 1) * STAGE : get - STAGE;
+            fill(put);
+            fill_x(put, at == 0 ? STAGES - 1 : at - 1);
+            period += PERIODS;
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+#pragma unroll
+        for (int p = 0; p < PERIODS; p++) {
+            if (PERIODS > 1 && stage * PERIODS + p >= periods) break;
+            const u8* from = ring + get + p * PERIOD;
+            u32 w[M][4];
+            float scale[M][2];
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 x = *(const u32*)(from + codes_at + (i * 16 + h * 8) * (LANES * 16)), y = x << 4;
+                    w[i][h] = (__byte_perm(y, x, 0x5140) & 0xf0f0f0f0u) ^ sign;
+                    w[i][h + 2] = (__byte_perm(y, x, 0x7362) & 0xf0f0f0f0u) ^ sign;
+                    const u8* at = from + scales_at + (i * 16 + h * 8) * 8 * SCALE;
+                    scale[i][h] = HALF ? f16_to_float(*(const u16*)at) : *(const float*)at;
+                }
+#pragma unroll
+            for (int j = 0; j < NT; j++) {
+                const uint2 high = *(const uint2*)(from + x_at + j * (PLANES * 256));
+                const uint2 low = W16 ? *(const uint2*)(from + x_at + 32 + j * (PLANES * 256)) : make_uint2(0, 0);
+                const float d[2] = {*(const float*)(from + steps_at + j * 64), *(const float*)(from + steps_at + j * 64 + 8)};
+#pragma unroll
+                for (int i = 0; i < M; i++) {
+                    int c[4], e[4];
+                    mma(c, w[i], high.x, high.y, START);
+                    if (W16) mma(e, w[i], low.x, low.y, START);
+#pragma unroll
+                    for (int q = 0; q < 4; q++) {
+                        const float high_dot = __int_as_float(c[q]), low_dot = __int_as_float(e[q]);
+                        const float v = W16 ? __fadd_rn(__fmaf_rn(high_dot, 256.0f, -257.0f * START_FLOAT), low_dot)
+                                            : __fsub_rn(high_dot, START_FLOAT);
+                        acc[i][j][q] = __fmaf_rn(v, __fmul_rn(scale[i][q >> 1], d[q & 1]), acc[i][j][q]);
+                    }
+                }
+            }
+        }
+        get += STAGE;
+        if (++at == STAGES) {
+            get = at = 0;
+            parity ^= 1;
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+
+    // Sums of lanes, or of lanes l and l + 4: [SIDE ? LANES : PAIRS][token][LINE].
+    const int LINE = R + 4, SUM = TOKENS * LINE;
+    float* sums = (float*)ring;
+    float* mine = sums + (SIDE ? slot : slot % PAIRS) * SUM + (token_at + 2 * t) * LINE + row_at + g;
+#pragma unroll
+    for (int half = 0; half < (SIDE ? 1 : 2); half++) {
+        if (SIDE || slot / PAIRS == half)
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < NT; j++)
+#pragma unroll
+                    for (int q = 0; q < 4; q++) {
+                        float* to = mine + (j * 8 + (q & 1)) * LINE + i * 16 + (q >> 1) * 8;
+                        *to = half == 1 ? __fadd_rn(*to, acc[i][j][q]) : acc[i][j][q];
+                    }
+        if (CLUSTER == 1 || !SIDE && half == 0) __syncthreads();
+    }
+    if (CLUSTER > 1) cluster_sync();
+    // Each block of the cluster ends a share of the token rows; a thread keeps to one weight row.
+    const int ROUND = THREADS / R, SHARE = TOKENS / CLUSTER;
+    static_assert(THREADS % R == 0 && TOKENS % CLUSTER == 0, "output");
+    const u32 r = tid % R, from = rank * SHARE;
+    const u32 here = base + r * 4;
+    u32 there[CLUSTER];
+#pragma unroll
+    for (int i = 0; i < CLUSTER; i++) there[i] = CLUSTER > 1 ? cluster_at(here, i) : here;
+    const bool has_row = r0 + r < s.rows;
+    const float bias = s.bias && has_row ? float_at(s.bias, s.bias_type, r0 + r) : 0.0f;
+    float* out = a.out + s.column + r0 + r;
+#pragma unroll 4
+    for (u32 i = tid / R; i < SHARE; i += ROUND) {
+        const u32 c = from + i;
+        float v[8];
+#pragma unroll
+        for (int l = 0; l < (SIDE ? 8 : 4); l++) {
+            const int owner = SIDE ? l / LANES : l / PAIRS, index = SIDE ? l % LANES : l % PAIRS;
+            v[l] = CLUSTER > 1 ? cluster_float(there[owner] + (c * LINE + index * SUM) * 4) : sums[r + c * LINE + index * SUM];
+        }
+        float total = SIDE ? tree8(v) : __fadd_rn(__fadd_rn(v[0], v[2]), __fadd_rn(v[1], v[3]));
+        if (s.bias) total = __fadd_rn(total, bias);
+        if (!has_row || first + c >= token_rows) continue;
+        float* to = out + (size_t)(first + c) * a.out_ld;
+        if (s.accumulate) total = __fadd_rn(total, *to);
+        *to = total;
+    }
+    if (CLUSTER > 1) cluster_sync();  // nobody's shared memory goes while another reads it
+}
+
+#define KERNEL(R, TOKENS, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES, BLOCKS)                                            \
+    static_assert(R == RG * M * 16 && TOKENS == TG * NT * 8, "name");                                                   \
+    extern "C" __global__ void __cluster_dims__(8 / LANES, 1, 1) __launch_bounds__(LANES* RG* TG * 32, BLOCKS)           \
+        tile_w16_r##R##_t##TOKENS(const __grid_constant__ LinearArgs a) {                                                \
+        tile<(PIPE == 2), true, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                        \
+    }                                                                                                                 \
+    extern "C" __global__ void __cluster_dims__(8 / LANES, 1, 1) __launch_bounds__(LANES* RG* TG * 32, BLOCKS)           \
+        tile_w8_r##R##_t##TOKENS(const __grid_constant__ LinearArgs a) {                                                 \
+        tile<(PIPE == 2), false, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                       \
+    }
+KERNEL(128, 64, 4, false, 2, 1, 4, 8, 1, 6, 1)
+KERNEL(128, 32, 2, true, 4, 1, 2, 4, 1, 5, 2)
+KERNEL(128, 16, 2, true, 4, 1, 2, 2, 1, 6, 2)
+
+#endif

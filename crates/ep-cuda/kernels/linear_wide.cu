@@ -1,0 +1,245 @@
+// Quantised linear layer for prompts: planar 4-bit codes, a scale for every 32 columns, no zero points.
+//
+// As linear_tile.cu, with the tensor cores' asynchronous form (wgmma): they read the activations from shared memory themselves, and
+// it is the register file's bandwidth that bounds linear_tile.cu. A cluster of two blocks makes R weight rows times TOKENS token rows;
+// a block has four of the contract's eight lanes, one for each of its four warpgroups.
+//
+// The dot of the high bytes, shifted by eight bits, is what the dot of the low bytes is added to; it stays below 2^23, so that its
+// conversion is exact. Activations lie in shared memory as the instruction wants them: rows of 64 bytes (high, low; 32 bytes for 8-bit
+// activations) whose pieces of 16 bytes are permuted by the row.
+//
+// Launch: cluster of 2, block 512, grid (2 * token tiles, row tiles of the segments), dynamic shared memory wide_shared
+// (src/launch/linear/tile.rs). `x.ld` is a multiple of 8, the columns a multiple of 256. Compute capability 9.0 exactly (compute_90a).
+// Compiled once for each format class (FORMAT) that has the option PIPE.
+#include "dot.cuh"
+
+#if defined(PIPE) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+
+// Shared address `at` in block `rank` of the cluster, and the float there.
+__device__ __forceinline__ u32 cluster_at(u32 at, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ float cluster_float(u32 at) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// d = a * b, or d + a * b if ADD: a 64 x 32 in the registers of a warpgroup, b 32 x 64 in shared memory by its descriptor.
+template <bool ADD> __device__ __forceinline__ void wgmma(int d[32], const u32 a[4], u64 b) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add;\n}"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_finish() {
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(const LinearArgs& a) {
+    extern __shared__ __align__(1024) u8 ring[];
+    const int LANES = 4, CLUSTER = 2, PAIRS = 2, THREADS = 512, M = 2, NT = 8, R = M * 64, TOKENS = NT * 8;
+    const bool SIDE = false;
+    const int SCALE = HALF ? 2 : 4, ROW = W16 ? 64 : 32;  // bytes of a token row in a block of columns
+    // A stage, eight blocks of 32 columns: activation codes [lane][token][ROW], codes [row][lane][16], scales [row][8], steps
+    // [lane][token].
+    const int CODES_AT = LANES * TOKENS * ROW, SCALES_AT = CODES_AT + LANES * R * 16, STEPS_AT = SCALES_AT + R * 8 * SCALE;
+    const int STAGE = (STEPS_AT + LANES * TOKENS * 8 + 1023) / 1024 * 1024;
+    const u32 rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER * TOKENS;
+    const u32 tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    const u32 slot = tid / 128, row_at = tid / 32 % 4 * 16, token_at = 0;
+    const u32 kb = a.x.cols / 32, stages = kb / 8, ld = a.x.ld;
+    // The contract's lane of a slot of this block: its block of 32 columns in every eight.
+    auto lane_of = [&](u32 i) -> u32 { return rank * PAIRS + i % PAIRS + i / PAIRS * 4; };
+    u32 unit = blockIdx.y;
+    const LinearSegment& s = a.segment[find_segment(a, R, unit)];
+    const u32 r0 = unit * R;
+    const u32 base = (u32)__cvta_generic_to_shared(ring);
+
+    // A thread's copies: pieces of 16 bytes, the same places in every stage.
+    auto place = [&](u32 row, u32 i) -> u32 { return row * 64 + (i ^ row >> 1 & 3) * 16; };
+    const u8* codes_from = s.planes[0] + ((u64)min(r0 + tid / LANES, s.rows - 1) * kb + lane_of(tid % LANES)) * 16;
+    const u32 codes_to = base + CODES_AT + place(tid / LANES, tid % LANES);
+    const u32 SCALE_PIECES = R * SCALE / 2, STEP_PIECES = LANES * TOKENS / 2;
+    const bool has_scale = tid < SCALE_PIECES, has_step = !has_scale && tid < SCALE_PIECES + STEP_PIECES;
+    const u32 step_piece = tid - SCALE_PIECES;
+    const u8* more_from =
+        has_scale ? s.planes[1] + (u64)min(r0 + tid / (SCALE / 2), s.rows - 1) * kb * SCALE + tid % (SCALE / 2) * 16
+                  : (const u8*)(a.x.steps + (u64)lane_of(step_piece / (TOKENS / 2) % LANES) * ld +
+                                min(first + step_piece % (TOKENS / 2) * 2, ld - 2));
+    const u32 more_to = base + SCALES_AT + tid * 16;
+    static_assert(R * 8 * SCALE == STEPS_AT - SCALES_AT, "scales and steps side by side");
+    // Token rows past x.ld get the last one; what comes of them is dropped. Copy i of a thread is for the same token, two lanes on.
+    const u32 PIECES = TOKENS * ROW / 16, COPIES = LANES * PIECES / THREADS;
+    const u32 x_slot = tid / PIECES, token = tid % PIECES / (ROW / 16), piece = tid % (ROW / 16);
+    const u8* x_from = a.x.codes + ((u64)lane_of(x_slot) * ld + min(first + token, ld - 1)) * ROW + piece * 16;
+    const u32 swizzled = W16 ? piece ^ token >> 1 & 3 : piece ^ token >> 2 & 1;
+    const u32 x_to = base + (x_slot * TOKENS + token) * ROW + swizzled * 16;
+    auto fill = [&](u32 put) {
+        copy16(codes_to + put, codes_from);
+        if (has_scale) copy16(more_to + put, more_from);
+        codes_from += 128;
+        if (has_scale) more_from += 8 * SCALE;
+    };
+    auto fill_x = [&](u32 put) {
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) copy16(x_to + put + i * (2 * TOKENS * ROW), x_from + (u64)(i * 4 * ld) * ROW);
+        if (has_step) copy16(more_to + put, more_from);
+        x_from += (u64)(8 * ld) * ROW;
+        if (has_step) more_from += 64 * ld;
+    };
+#pragma unroll 1
+    for (u32 i = 0; i < STAGES - 1; i++)
+        if (i < stages) fill(i * STAGE);
+    allow_next();
+    wait_for_previous();
+    const u32 token_rows = step_rows(a.step, a.wanted);
+    if (first >= token_rows) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        return;
+    }
+#pragma unroll 1
+    for (u32 i = 0; i < STAGES - 1; i++) {
+        if (i < stages) fill_x(i * STAGE);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    float acc[M][NT][4];
+#pragma unroll
+    for (int i = 0; i < M; i++)
+#pragma unroll
+        for (int j = 0; j < NT; j++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) acc[i][j][q] = 0.0f;
+    const u32 flip = (a.flip & 0x0f0f0f0fu) ^ 0x80808080u;
+    const u32 codes_at = CODES_AT + place(row_at + g, slot) + t * 2;
+    const u32 scales_at = SCALES_AT + ((row_at + g) * 8 + lane_of(slot)) * SCALE, steps_at = STEPS_AT + (slot * TOKENS + 2 * t) * 8;
+    // Descriptor: the address and the distance of groups of eight rows in units of 16 bytes, the permutation.
+    const u64 x_at = (u64)(W16 ? 2 : 3) << 62 | (u64)(8 * ROW / 16) << 32 | 1u << 16 | (base + slot * TOKENS * ROW) >> 4;
+
+    u32 get = 0;
+    for (u32 stage = 0; stage < stages; stage++) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies are ordinary stores to the tensor cores
+        __syncthreads();
+        if (stage + STAGES - 1 < stages) {
+            const u32 put = get == 0 ? (STAGES - 1) * STAGE : get - STAGE;
+            fill(put);
+            fill_x(put);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        const u8* from = ring + get;
+        const u64 x = x_at + (get >> 4);
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            u32 w[4];
+            float scale[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                // Elements 4 t to 4 t + 3 and 16 more: four nibbles each.
+                const u8* at = from + codes_at + (i * 64 + h * 8) * 64;
+                const u32 y = *(const u16*)at | (u32) * (const u16*)(at + 8) << 16, z = y >> 4;
+                // The code in a byte, its top bit set; less eight; then the top bit is the sign.
+                w[h] = (((__byte_perm(y, z, 0x5140) & 0x0f0f0f0fu) ^ flip) - 0x08080808u) ^ 0x80808080u;
+                w[h + 2] = (((__byte_perm(y, z, 0x7362) & 0x0f0f0f0fu) ^ flip) - 0x08080808u) ^ 0x80808080u;
+                const u8* f = from + scales_at + (i * 64 + h * 8) * 8 * SCALE;
+                scale[h] = HALF ? f16_to_float(*(const u16*)f) : *(const float*)f;
+            }
+            int d[32];
+            wgmma_fence();
+            wgmma<false>(d, w, x);
+            wgmma_finish();
+            if (W16) {
+#pragma unroll
+                for (int e = 0; e < 32; e++) d[e] <<= 8;
+                wgmma_fence();
+                wgmma<true>(d, w, x + 2);
+                wgmma_finish();
+            }
+#pragma unroll
+            for (int j = 0; j < NT; j++) {
+                float step[2];  // of two token rows; between them, sums that nobody needs
+                asm volatile("{\n.reg .b32 sum;\nld.shared.v4.b32 {%0, sum, %1, sum}, [%2];\n}"
+                             : "=f"(step[0]), "=f"(step[1])
+                             : "r"(base + get + steps_at + j * 64));
+#pragma unroll
+                for (int q = 0; q < 4; q++)
+                    acc[i][j][q] = __fmaf_rn((float)d[j * 4 + q], __fmul_rn(scale[q >> 1], step[q & 1]), acc[i][j][q]);
+            }
+        }
+        get = get == (STAGES - 1) * STAGE ? 0 : get + STAGE;
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+
+    // Sums of lanes, or of lanes l and l + 4: [SIDE ? LANES : PAIRS][token][LINE].
+    const int LINE = R + 4, SUM = TOKENS * LINE;
+    float* sums = (float*)ring;
+    float* mine = sums + (SIDE ? slot : slot % PAIRS) * SUM + (token_at + 2 * t) * LINE + row_at + g;
+#pragma unroll
+    for (int half = 0; half < (SIDE ? 1 : 2); half++) {
+        if (SIDE || slot / PAIRS == half)
+#pragma unroll
+            for (int i = 0; i < M; i++)
+#pragma unroll
+                for (int j = 0; j < NT; j++)
+#pragma unroll
+                    for (int q = 0; q < 4; q++) {
+                        float* to = mine + (j * 8 + (q & 1)) * LINE + i * 64 + (q >> 1) * 8;
+                        *to = half == 1 ? __fadd_rn(*to, acc[i][j][q]) : acc[i][j][q];
+                    }
+        if (CLUSTER == 1 || !SIDE && half == 0) __syncthreads();
+    }
+    if (CLUSTER > 1) cluster_sync();
+    // Each block of the cluster ends a share of the token rows; a thread keeps to one weight row.
+    const int ROUND = THREADS / R, SHARE = TOKENS / CLUSTER;
+    static_assert(THREADS % R == 0 && TOKENS % CLUSTER == 0, "output");
+    const u32 r = tid % R, from = rank * SHARE;
+    const u32 here = base + r * 4;
+    u32 there[CLUSTER];
+#pragma unroll
+    for (int i = 0; i < CLUSTER; i++) there[i] = CLUSTER > 1 ? cluster_at(here, i) : here;
+    const bool has_row = r0 + r < s.rows;
+    const float bias = s.bias && has_row ? float_at(s.bias, s.bias_type, r0 + r) : 0.0f;
+    float* out = a.out + s.column + r0 + r;
+#pragma unroll 4
+    for (u32 i = tid / R; i < SHARE; i += ROUND) {
+        const u32 c = from + i;
+        float v[8];
+#pragma unroll
+        for (int l = 0; l < (SIDE ? 8 : 4); l++) {
+            const int owner = SIDE ? l / LANES : l / PAIRS, index = SIDE ? l % LANES : l % PAIRS;
+            v[l] = CLUSTER > 1 ? cluster_float(there[owner] + (c * LINE + index * SUM) * 4) : sums[r + c * LINE + index * SUM];
+        }
+        float total = SIDE ? tree8(v) : __fadd_rn(__fadd_rn(v[0], v[2]), __fadd_rn(v[1], v[3]));
+        if (s.bias) total = __fadd_rn(total, bias);
+        if (!has_row || first + c >= token_rows) continue;
+        float* to = out + (size_t)(first + c) * a.out_ld;
+        if (s.accumulate) total = __fadd_rn(total, *to);
+        *to = total;
+    }
+    if (CLUSTER > 1) cluster_sync();  // nobody's shared memory goes while another reads it
+}
+
+#define KERNEL(STAGES)                                                                                                    \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1) wide_w16(const __grid_constant__ LinearArgs a) { \
+        wide<(PIPE == 2), true, STAGES>(a);                                                                              \
+    }                                                                                                                 \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1) wide_w8(const __grid_constant__ LinearArgs a) {  \
+        wide<(PIPE == 2), false, STAGES>(a);                                                                             \
+    }
+KERNEL(6)
+
+#endif
