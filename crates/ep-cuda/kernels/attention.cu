@@ -7,27 +7,7 @@
 //   split   blockIdx.z shares the chunks out; partial results go to memory; the last block of a (row, head group) to finish
 //           combines them. For few rows. Launch: block 128, grid (token rows, head groups, splits), split_bytes.
 // Head groups: kv_heads * ceil(heads / kv_heads / HG).
-#include "kv.cuh"
-
-#define WARPS 4
-
-struct Query { u32 row, kv_head, head, heads; u32 position, first, table; };
-
-// Which query heads this block has; false if the row does not exist.
-template <int HG> __device__ __forceinline__ bool block_query(const AttentionArgs& a, Query& q) {
-    q.row = blockIdx.x;
-    if (q.row >= a.step.header->rows) return false;
-    const u32 share = a.heads / a.kv_heads, groups = (share + HG - 1) / HG;
-    q.kv_head = blockIdx.y / groups;
-    const u32 from = blockIdx.y % groups * HG;
-    q.head = q.kv_head * share + from;
-    q.heads = min((u32)HG, share - from);
-    const StepRow row = a.step.rows[q.row];
-    q.position = row.position;
-    q.table = row.table;
-    q.first = a.window && row.position + 1 > a.window ? row.position + 1 - a.window : 0;
-    return true;
-}
+#include "attention.cuh"
 
 // Eight neighbouring elements as floats; those past `n` are 0.
 template <bool HALF> __device__ __forceinline__ void load8(const u8* p, u32 e, u32 n, bool vector, float v[8]) {
@@ -164,20 +144,13 @@ __device__ __forceinline__ void chunk(const AttentionArgs& a, const Query& q, co
     __syncwarp();
 }
 
-// Queries of the block's heads into shared memory; missing heads are zero.
-template <int HG> __device__ __forceinline__ void load_query(const AttentionArgs& a, const Query& q, float* query) {
-    const u32 dim = a.head_dim;
-    const float* x = a.qkv + (size_t)q.row * a.qkv_ld + (size_t)q.head * dim;
-    for (u32 i = threadIdx.x; i < HG * dim; i += blockDim.x) query[i] = i < q.heads * dim ? x[i] : 0.0f;
-}
-
 // Shared memory, in floats. Direct: query HG * dim, weights WARPS * 32 * HG, parts WARPS * HG * (dim + 2), total HG * dim,
 // then max, sum [HG], ea, eb [WARPS * HG]. Split: query, weights, ea, eb [32 * HG], max, sum [HG].
 template <bool HALF, int HG> __device__ __forceinline__ void direct(const AttentionArgs& a) {
     extern __shared__ float4 shared4[];
     allow_next();
     Query q;
-    const bool mine = block_query<HG>(a, q);
+    const bool mine = block_query<HG>(a, q, blockIdx.x);
     wait_for_previous();
     if (!mine) return;
     const u32 dim = a.head_dim, warp = threadIdx.x >> 5, part = dim + 2;
@@ -229,79 +202,12 @@ template <bool HALF, int HG> __device__ __forceinline__ void direct(const Attent
     for (u32 e = threadIdx.x; e < q.heads * dim; e += blockDim.x) out[e] = __fdiv_rn(total[e], total_sum[e / dim]);
 }
 
-// Combines `n` partial results of the block's heads, in order. Partial i of head h: parts[h][i * (dim + 2)].
-template <int HG>
-__device__ __forceinline__ void combine(const AttentionArgs& a, const Query& q, const float* parts, u32 n, float* ea,
-                                        float* eb, float* sums) {
-    const u32 dim = a.head_dim, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = dim + 2;
-    const size_t head_stride = (size_t)a.chunks * part;
-    const u32 elements = q.heads * dim;
-    float o[HG * 2];  // 128 threads, at most HG * 256 elements
-#pragma unroll
-    for (int i = 0; i < HG * 2; i++) o[i] = 0.0f;
-    float carry_max[(HG + WARPS - 1) / WARPS], carry_sum[(HG + WARPS - 1) / WARPS];
-    for (u32 base = 0; base < n; base += 32) {
-        const u32 m = min(32u, n - base);
-        // A warp takes heads warp, warp + WARPS, ...: running maxima by a scan, then every factor at once.
-#pragma unroll
-        for (int t = 0; t < (HG + WARPS - 1) / WARPS; t++) {
-            const u32 h = warp + t * WARPS;
-            if (h >= q.heads) continue;
-            const float* p = parts + h * head_stride + (size_t)(base + min(lane, m - 1)) * part + dim;
-            const float own = __ldcg(p), weight = __ldcg(p + 1);
-            float top = own;
-            if (base > 0 && lane == 0) top = fmaxf(carry_max[t], own);
-#pragma unroll
-            for (int d = 1; d < 32; d <<= 1) {
-                const float other = __shfl_up_sync(FULL, top, d);
-                if (lane >= d) top = fmaxf(other, top);
-            }
-            float before = __shfl_up_sync(FULL, top, 1);
-            if (lane == 0) before = base > 0 ? carry_max[t] : own;
-            const float x = contract_exp(__fsub_rn(before, top)), y = contract_exp(__fsub_rn(own, top));
-            ea[lane * HG + h] = x;
-            eb[lane * HG + h] = y;
-            const float scaled = __fmul_rn(weight, y);
-            float sum = carry_sum[t];
-#pragma unroll 8
-            for (u32 i = 0; i < m; i++) {
-                const float xi = __shfl_sync(FULL, x, i), si = __shfl_sync(FULL, scaled, i),
-                            wi = __shfl_sync(FULL, weight, i);
-                sum = base + i == 0 ? wi : __fmaf_rn(sum, xi, si);
-            }
-            carry_sum[t] = sum;
-            carry_max[t] = __shfl_sync(FULL, top, m - 1);
-            if (lane == 0) sums[h] = sum;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int t = 0; t < HG * 2; t++) {
-            const u32 e = threadIdx.x + t * 128;
-            if (e >= elements) continue;
-            const u32 h = e / dim, d = e % dim;
-            const float* p = parts + h * head_stride + (size_t)base * part + d;
-#pragma unroll(HG <= 2 ? 16 : 8)
-            for (u32 i = 0; i < m; i++) {
-                const float v = __ldcg(p + (size_t)i * part);
-                o[t] = base + i == 0 ? v : __fmaf_rn(o[t], ea[i * HG + h], __fmul_rn(v, eb[i * HG + h]));
-            }
-        }
-        __syncthreads();
-    }
-    float* out = a.out + ((size_t)q.row * a.heads + q.head) * dim;
-#pragma unroll
-    for (int t = 0; t < HG * 2; t++) {
-        const u32 e = threadIdx.x + t * 128;
-        if (e < elements) out[e] = __fdiv_rn(o[t], sums[e / dim]);
-    }
-}
-
 template <bool HALF, int HG> __device__ __forceinline__ void split(const AttentionArgs& a) {
     extern __shared__ float4 shared4[];
     __shared__ u32 last;
     allow_next();
     Query q;
-    const bool mine = block_query<HG>(a, q);
+    const bool mine = block_query<HG>(a, q, blockIdx.x);
     wait_for_previous();
     if (!mine) return;
     const u32 dim = a.head_dim, warp = threadIdx.x >> 5, part = dim + 2;

@@ -1,8 +1,8 @@
 //! Every kernel against the arithmetic contract, bit for bit, on a GPU; and, with `bench`, the speed of linear layers and of decode steps.
 //!
 //! Prints `N passed, M failed, K skipped`; without a usable device everything is skipped, and that is counted.
-//! `gpu_kernels [filter]` runs the tests whose name contains the filter; `gpu_kernels bench [--full]` measures and
-//! writes `kernels.json` to the directory in `OUT`.
+//! `gpu_kernels [filter]` runs the tests whose name contains the filter; `gpu_kernels bench [--full] [--rows=1,8,512]
+//! [--contexts=512,4096] [--width=16] [--no-forms] [--no-ways]` measures and writes `kernels.json` to the directory in `OUT`.
 
 #[path = "gpu/attention.rs"]
 mod attention;
@@ -20,6 +20,7 @@ mod rows;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use device::Gpu;
+use headrace_numerics::format::Format;
 
 type Test = (&'static str, fn(&Gpu));
 
@@ -31,17 +32,29 @@ const TESTS: &[Test] = &[
     ("argmax", rows::argmax),
     ("linear_quantised", linear::quantised),
     ("linear_extremes", linear::extremes),
+    ("linear_tiles", linear::tiles),
     ("linear_dense", linear::dense),
     ("linear_segments", linear::segments),
     ("rope_append", attention::rope_append),
     ("attention", attention::attention),
     ("attention_long", attention::long),
+    ("attention_prompts", attention::prompts),
 ];
+
+/// The weight formats whose kernels a run needs: compiling all of them for the device takes a while.
+fn formats(filter: &str) -> Vec<Format> {
+    match filter {
+        "bench" => vec![bench::FORMAT],
+        "linear_tiles" => linear::tiled_formats(),
+        _ if filter.starts_with("attention") => Vec::new(),
+        _ => device::formats(),
+    }
+}
 
 fn main() {
     // The standard harness's arguments (such as --nocapture) mean nothing here.
     let filter = std::env::args().skip(1).find(|a| !a.starts_with('-')).unwrap_or_default();
-    let gpu = match Gpu::open() {
+    let gpu = match Gpu::open(&formats(&filter)) {
         Ok(gpu) => gpu,
         Err(reason) => {
             println!("no usable CUDA device: {reason}");
@@ -51,7 +64,7 @@ fn main() {
     };
     println!("{}", gpu.describe());
     if filter == "bench" {
-        bench::run(&gpu, std::env::args().any(|a| a == "--full"));
+        bench::run(&gpu, &bench::Options::from_arguments());
         return;
     }
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);

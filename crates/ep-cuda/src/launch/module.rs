@@ -121,7 +121,7 @@ impl Kernels {
         let mut loader = Loader { context: context.clone(), target, modules: HashMap::new(), shared_most };
         Ok(Kernels {
             activation: ActivationKernels::load(&mut loader, width)?,
-            attention: AttentionKernels::load(&mut loader)?,
+            attention: AttentionKernels::load(&mut loader, major * 10 + minor)?,
             formats: HashMap::new(),
             width,
             processors: get(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,

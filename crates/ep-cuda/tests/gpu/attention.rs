@@ -212,7 +212,7 @@ fn run(gpu: &Gpu, rng: &mut ChaCha8Rng, case: &Case, name: &str) {
     let (store_mem, qkv_mem) = (Mem::of(&store), Mem::of(&qkv));
     let partials = Mem::new(AttentionArgs::partials_bytes(bucket, *heads, chunks, dim));
     let tickets = Mem::of(&vec![0u32; bucket * heads]);
-    for form in [AttentionForm::Direct, AttentionForm::Split, AttentionForm::Split] {
+    for form in [AttentionForm::Direct, AttentionForm::Split, AttentionForm::Split, AttentionForm::Tiled] {
         let out = Mem::new(want.len() * 4);
         let args = AttentionArgs {
             step: step.at,
@@ -284,4 +284,34 @@ pub fn long(gpu: &Gpu) {
         };
         run(gpu, &mut rng, &case, "long");
     }
+}
+
+/// Prompts: many rows of a sequence, mixed with single rows of others, windows that cut chunks, tiles that are not full.
+pub fn prompts(gpu: &Gpu) {
+    let mut rng = ChaCha8Rng::seed_from_u64(23);
+    each(0..24, |i: usize| {
+        let (heads, kv_heads) = [(40, 8), (9, 3), (4, 4), (14, 2), (16, 2), (6, 3)][i % 6];
+        let dim = [128, 64][i / 6 % 2];
+        let g = KvGeometry {
+            layers: LAYERS,
+            kv_heads,
+            head_dim: dim,
+            dtype: KvDtype::F16,
+            layout: if i.is_multiple_of(2) { KvLayout::HeadMajor } else { KvLayout::SeqMajor },
+            page_tokens: if i.is_multiple_of(3) { 64 } else { 32 },
+        };
+        let params = AttentionParams {
+            scale: 1.0 / (dim as f32).sqrt(),
+            softcap: if i % 5 == 1 { 3.0 } else { 0.0 },
+            window: [None, Some(40), None, Some(5)][i % 4],
+        };
+        let lengths = vec![150, 70, 33];
+        let start = rng.random_range(0..90);
+        let many = rng.random_range(9..60);
+        let mut rows: Vec<(usize, usize)> = (start..start + many).map(|p| (0, p)).collect();
+        // Single rows, then another prompt, which starts inside a tile.
+        rows.extend((0..i % 3).map(|r| (2, 30 + r)));
+        rows.extend((0..70).map(|p| (1, p)));
+        run(gpu, &mut rng, &Case { heads, kv_heads, g, params, lengths, rows }, "prompts");
+    });
 }

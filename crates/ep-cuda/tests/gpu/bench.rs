@@ -36,6 +36,10 @@ pub fn time(gpu: &Gpu, record: &dyn Fn()) -> f64 {
         sys::cuEventCreate(&mut b, 0).result().expect("event");
         let mut times = Vec::new();
         for i in 0..14 {
+            // Long graphs need fewer replays.
+            if i > 6 && times.last().is_some_and(|&ms| ms > 30.0) {
+                break;
+            }
             sys::cuEventRecord(a, stream).result().expect("record");
             sys::cuGraphLaunch(exec, stream).result().expect("launch");
             sys::cuEventRecord(b, stream).result().expect("record");
@@ -84,8 +88,46 @@ fn layer(shape: usize, (_, rows, cols): (&str, usize, usize), noise: &[u8]) -> L
     Layer { segment, cols, shape, bytes: rows * FORMAT.total_row_bytes(cols), _mem: mem }
 }
 
-/// Prints the figures and writes `kernels.json` to `OUT`. `full`: every form, not only those of interest.
-pub fn run(gpu: &Gpu, full: bool) {
+/// What the bench measures.
+pub struct Options {
+    /// Every form, not only those of interest.
+    full: bool,
+    /// Token rows; more than 64 are a prompt of one sequence, fewer are sequences of their own.
+    rows: Vec<usize>,
+    /// Positions that each sequence already has.
+    contexts: Vec<usize>,
+    /// Bits of the activations; 0 for both.
+    width: u32,
+    /// Each form on each shape.
+    forms: bool,
+    /// Every way to overlap launches.
+    ways: bool,
+}
+
+impl Options {
+    /// From the command line.
+    pub fn from_arguments() -> Options {
+        let arguments: Vec<String> = std::env::args().collect();
+        let has = |name: &str| arguments.iter().any(|a| a == name);
+        let list = |name: &str| -> Option<Vec<usize>> {
+            let value = arguments.iter().find_map(|a| a.strip_prefix(name))?;
+            Some(value.split(',').map(|n| n.parse().expect("a number")).collect())
+        };
+        let full = has("--full");
+        Options {
+            full,
+            rows: list("--rows=").unwrap_or(if full { vec![1, 2, 4, 8, 16, 32] } else { vec![1, 8, 32] }),
+            contexts: list("--contexts=").unwrap_or(if full { vec![512, 4096] } else { vec![512] }),
+            width: list("--width=").map_or(0, |w| w[0] as u32),
+            forms: !has("--no-forms"),
+            ways: !has("--no-ways"),
+        }
+    }
+}
+
+/// Prints the figures and writes `kernels.json` to `OUT`.
+pub fn run(gpu: &Gpu, options: &Options) {
+    let full = options.full;
     let mut rng = ChaCha8Rng::seed_from_u64(30);
     let mut noise = vec![0u8; 32 << 20];
     rng.fill_bytes(&mut noise);
@@ -104,11 +146,17 @@ pub fn run(gpu: &Gpu, full: bool) {
         total as f64 / ceiling / 1e6
     );
     let mut report: Vec<Value> = Vec::new();
-    let out = Mem::new(64 * HEAD.1 * 4);
-    for tokens in if full { vec![1, 2, 4, 8, 16, 32] } else { vec![1, 8, 32] } {
+    let most = options.rows.iter().max().copied().unwrap_or(1);
+    let out = Mem::new(most * HEAD.1 * 4);
+    for &tokens in &options.rows {
+        let prompt = tokens > 64;
         let step = Step::rows(tokens);
         for (w, width) in WIDTHS.into_iter().enumerate() {
             let kernels = &gpu.kernels[w];
+            let bits = if width == ActivationWidth::Int16 { 16 } else { 8 };
+            if options.width != 0 && options.width != bits {
+                continue;
+            }
             let acts: Vec<ActMem> = [5120, 13824]
                 .into_iter()
                 .map(|cols| {
@@ -128,7 +176,6 @@ pub fn run(gpu: &Gpu, full: bool) {
                     }
                 }
             };
-            let bits = if width == ActivationWidth::Int16 { 16 } else { 8 };
             let mut line = |what: String, bytes: usize, ms: f64| {
                 let rate = bytes as f64 / ms / 1e6;
                 println!(
@@ -139,26 +186,28 @@ pub fn run(gpu: &Gpu, full: bool) {
             };
             let plain = gpu.queue();
             let overlap = Queue { overlap: kernels.capability() >= 90, ..plain };
+            // A prompt wants the logits of its last row only.
+            let chosen = if prompt { &layers[..layers.len() - 1] } else { &layers[..] };
             for (name, queue) in [("plain", plain), ("overlap", overlap)] {
-                let ms = time(gpu, &|| layers.iter().for_each(|l| go(queue, l, None).expect("launch")));
+                let ms = time(gpu, &|| chosen.iter().for_each(|l| go(queue, l, None).expect("launch")));
                 line(format!("all layers, chosen forms, {name}"), total, ms);
             }
-            for context in if full { vec![512, 4096] } else { vec![512] } {
-                let model = decode::Model::new(gpu, w, &layers, tokens, context);
-                let what = format!("decode step, context {context}");
+            for &context in &options.contexts {
+                let model = decode::Model::new(gpu, w, &layers, tokens, context, prompt);
+                let what = format!("{}, context {context}", if prompt { "prompt" } else { "decode step" });
                 let ways = [
                     ("plain", plain, plain),
                     ("overlap", overlap, overlap),
                     ("linear overlaps", plain, overlap),
                     ("others overlap", overlap, plain),
                 ];
-                for (name, others, linear) in ways {
+                for (name, others, linear) in ways.into_iter().take(if options.ways { 4 } else { 2 }) {
                     let ms = time(gpu, &|| model.record(others, linear, &decode::ALL));
                     line(format!("{what}, {name}"), total, ms);
                 }
                 let ms = time(gpu, &|| model.record(overlap, overlap, &decode::ALL[1..]));
                 line(format!("{what}, overlap, no linear layers"), 0, ms);
-                let parts = if [1, 8, 32].contains(&tokens) { &decode::ALL[1..] } else { &[] };
+                let parts = if [1, 8, 32].contains(&tokens) || prompt { &decode::ALL[1..] } else { &[] };
                 for part in parts {
                     let ms = time(gpu, &|| model.record(overlap, overlap, &[*part]));
                     line(format!("{what}, overlap, only {part:?}"), 0, ms);
@@ -166,6 +215,9 @@ pub fn run(gpu: &Gpu, full: bool) {
             }
             // Each form on each shape, over all layers of the shape.
             for (i, shape) in SHAPES.iter().chain([&HEAD]).enumerate() {
+                if !options.forms || prompt && i == SHAPES.len() {
+                    continue;
+                }
                 let mine: Vec<&Layer> = layers.iter().filter(|l| l.shape == i).collect();
                 let bytes = mine.iter().map(|l| l.bytes).sum();
                 for variant in
@@ -198,8 +250,9 @@ fn useful(variant: LinearVariant, tokens: usize, full: bool) -> bool {
         LinearVariant::Gemv { rows, .. } => full && rows as usize <= tokens && tokens <= 4,
         LinearVariant::Stream { .. } => tokens == 1,
         LinearVariant::Pipe { tiles, .. } if !full => {
-            matches!((tokens, tiles), (4 | 8, 1) | (16, 2) | (32, 4))
+            matches!((tokens, tiles), (4 | 8, 1) | (16, 2) | (32, 4)) || tokens > 32 && tiles == 4
         }
+        LinearVariant::Tile { tokens: wide, .. } if !full => wide as usize == tokens.next_power_of_two().clamp(16, 64),
         _ => full && tokens > 1,
     }
 }

@@ -33,7 +33,8 @@ pub enum Part {
 pub const ALL: [Part; 7] =
     [Part::Linear, Part::Norm, Part::Rope, Part::Attention, Part::Quantise, Part::Swiglu, Part::Argmax];
 
-/// Buffers of a step of `tokens` sequences at position `context`. All layers share the pages of one.
+/// Buffers of a step of `tokens` sequences at position `context`, or, as a prompt, of `tokens` rows of one sequence from that
+/// position on. All layers share the pages of one.
 pub struct Model<'a> {
     kernels: &'a Kernels,
     layers: &'a [Layer],
@@ -55,10 +56,12 @@ pub struct Model<'a> {
     scratch: Mem,
     g: KvGeometry,
     context: usize,
+    /// Rows that want logits.
+    wanted: usize,
 }
 
 impl<'a> Model<'a> {
-    pub fn new(gpu: &'a Gpu, w: usize, layers: &'a [Layer], tokens: usize, context: usize) -> Self {
+    pub fn new(gpu: &'a Gpu, w: usize, layers: &'a [Layer], tokens: usize, context: usize, prompt: bool) -> Self {
         let wide = WIDTHS[w] == ActivationWidth::Int16;
         let g = KvGeometry {
             layers: 2,
@@ -68,15 +71,19 @@ impl<'a> Model<'a> {
             layout: KvLayout::HeadMajor,
             page_tokens: 32,
         };
-        let pages = g.pages_for(context + 1);
+        let (sequences, last) = if prompt { (1, context + tokens - 1) } else { (tokens, context) };
+        let pages = g.pages_for(last + 1);
         let rows: Vec<StepRow> = (0..tokens as u32)
-            .map(|s| StepRow { sequence: s, position: context as u32, token: 0, table: s * pages as u32 })
+            .map(|s| match prompt {
+                true => StepRow { sequence: 0, position: context as u32 + s, token: 0, table: 0 },
+                false => StepRow { sequence: s, position: context as u32, token: 0, table: s * pages as u32 },
+            })
             .collect();
-        let wanted: Vec<u32> = (0..tokens as u32).collect();
-        let tables: Vec<u32> = (0..(tokens * pages) as u32).collect();
+        let wanted: Vec<u32> = if prompt { vec![tokens as u32 - 1] } else { (0..tokens as u32).collect() };
+        let tables: Vec<u32> = (0..(sequences * pages) as u32).collect();
         let ld = tokens.next_multiple_of(8);
         let floats = |n: usize, v: f32| Mem::of(&vec![v; n]);
-        let store = Mem::of(&vec![0x2e66u16; tokens * pages * g.page_bytes() / 2]);
+        let store = Mem::of(&vec![0x2e66u16; sequences * pages * g.page_bytes() / 2]);
         let residual: Vec<f32> = (0..tokens * HIDDEN).map(|i| (i % 37) as f32 / 37.0 - 0.5).collect();
         let scratch: Vec<u32> = ArgmaxArgs::SCRATCH_INIT.repeat(tokens);
         Model {
@@ -90,16 +97,17 @@ impl<'a> Model<'a> {
             qkv: floats(tokens * (HEADS + 2 * KV_HEADS) * DIM, 0.0),
             mixed: floats(tokens * HIDDEN, 0.0),
             gates: floats(tokens * 2 * INNER, 0.0),
-            logits: floats(tokens * VOCAB, 0.0),
+            logits: floats(wanted.len() * VOCAB, 0.0),
             weight: floats(HIDDEN, 0.02),
-            table: floats((context + 1) * DIM / 2, 0.7),
+            table: floats((last + 1) * DIM / 2, 0.7),
             store,
-            partials: Mem::new(AttentionArgs::partials_bytes(tokens, HEADS, (context + 32) / 32, DIM)),
+            partials: Mem::new(AttentionArgs::partials_bytes(tokens, HEADS, (last + 32) / 32, DIM)),
             tickets: Mem::of(&vec![0u32; tokens * HEADS]),
             results: Mem::new(tokens * 8),
             scratch: Mem::of(&scratch),
             g,
-            context,
+            context: last,
+            wanted: wanted.len(),
         }
     }
 
@@ -118,12 +126,12 @@ impl<'a> Model<'a> {
         unsafe { self.kernels.activation(queue, kind, &args, self.tokens) }.expect("launch");
     }
 
-    fn linear(&self, queue: Queue, layer: &Layer, x: &ActMem, out: &Mem, add: bool) {
+    fn linear(&self, queue: Queue, layer: &Layer, x: &ActMem, out: &Mem, add: bool, tokens: usize) {
         let mut segment = layer.segment;
         segment.accumulate = u32::from(add);
         let args = LinearArgs { step: self.step.at, x: x.at, out: out.ptr, out_ld: segment.rows, ..Default::default() };
         // SAFETY: every buffer has the size that the shapes need.
-        unsafe { self.kernels.linear(queue, FORMAT, &args, &[segment], self.tokens) }.expect("launch");
+        unsafe { self.kernels.linear(queue, FORMAT, &args, &[segment], tokens) }.expect("launch");
     }
 
     /// Launches those kernels of the step, the linear ones on a queue of their own kind.
@@ -163,7 +171,7 @@ impl<'a> Model<'a> {
                 self.activation(queue, Source::Norm, &self.narrow, &self.residual, HIDDEN);
             }
             if has(Part::Linear) {
-                self.linear(linear, &layer[0], &self.narrow, &self.qkv, false);
+                self.linear(linear, &layer[0], &self.narrow, &self.qkv, false, self.tokens);
             }
             let form = self.kernels.attention_form(&attention, self.tokens);
             // SAFETY: every buffer has the size that the shapes need.
@@ -179,26 +187,26 @@ impl<'a> Model<'a> {
                 self.activation(queue, Source::Plain, &self.narrow, &self.mixed, HIDDEN);
             }
             if has(Part::Linear) {
-                self.linear(linear, &layer[1], &self.narrow, &self.residual, true);
+                self.linear(linear, &layer[1], &self.narrow, &self.residual, true, self.tokens);
             }
             if has(Part::Norm) {
                 self.activation(queue, Source::Norm, &self.narrow, &self.residual, HIDDEN);
             }
             if has(Part::Linear) {
-                self.linear(linear, &layer[2], &self.narrow, &self.gates, false);
+                self.linear(linear, &layer[2], &self.narrow, &self.gates, false, self.tokens);
             }
             if has(Part::Swiglu) {
                 self.activation(queue, Source::Swiglu, &self.wide, &self.gates, 2 * INNER);
             }
             if has(Part::Linear) {
-                self.linear(linear, &layer[3], &self.wide, &self.residual, true);
+                self.linear(linear, &layer[3], &self.wide, &self.residual, true, self.tokens);
             }
         }
         if has(Part::Norm) {
             self.activation(queue, Source::Norm, &self.narrow, &self.residual, HIDDEN);
         }
         if has(Part::Linear) {
-            self.linear(linear, &self.layers[LAYERS * 4], &self.narrow, &self.logits, false);
+            self.linear(linear, &self.layers[LAYERS * 4], &self.narrow, &self.logits, false, self.wanted);
         }
         let argmax = ArgmaxArgs {
             step: self.step.at,
@@ -210,7 +218,7 @@ impl<'a> Model<'a> {
         };
         if has(Part::Argmax) {
             // SAFETY: every buffer has the size that the shapes need.
-            unsafe { self.kernels.argmax(queue, &argmax, self.tokens) }.expect("launch");
+            unsafe { self.kernels.argmax(queue, &argmax, self.wanted) }.expect("launch");
         }
     }
 }

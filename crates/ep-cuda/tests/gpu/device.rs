@@ -20,7 +20,8 @@ pub struct Gpu {
 pub const WIDTHS: [ActivationWidth; 2] = [ActivationWidth::Int16, ActivationWidth::Int8];
 
 impl Gpu {
-    pub fn open() -> Result<Gpu, String> {
+    /// With the kernels of those weight formats.
+    pub fn open(formats: &[Format]) -> Result<Gpu, String> {
         // SAFETY: looks for the driver library only.
         if !unsafe { sys::is_culib_present() } {
             return Err("no driver library".into());
@@ -29,7 +30,7 @@ impl Gpu {
         let stream = context.new_stream().map_err(|e| e.to_string())?;
         let load = |width| {
             let mut kernels = Kernels::new(&context, width).map_err(|e| e.to_string())?;
-            for format in formats() {
+            for &format in formats {
                 kernels.prepare(format).map_err(|e| format!("{}: {e}", format.name()))?;
             }
             Ok::<_, String>(kernels)
