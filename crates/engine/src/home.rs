@@ -345,8 +345,16 @@ fn device_needs(
 ) -> Result<DeviceNeeds> {
     let resident = Placement::all_resident(layout);
     let step = Schedule::new(model, options, layout, &resident, Ring::default(), 0).step;
+    // A step and its prologue; or, under a policy, one for each piece where it is resident, and one where it is in a slot.
+    let programs = match options.policy {
+        None => 2,
+        Some(_) => {
+            let target = options.piece_bytes.unwrap_or(provider.info().piece_bytes);
+            2 * PieceLayout::by_tensor(model, target).pieces.len() as u64
+        }
+    };
     // In this order: the program's code is part of the fixed bytes once it is loaded.
-    let program = provider.program_bytes(&step)?;
+    let program = provider.program_bytes(&step, programs)?;
     let fixed = provider.fixed_bytes() + program;
     let context = provider.shared_bytes();
     Ok(DeviceNeeds { context, others: Others::default(), fixed, graphs: provider.graph_allowance() })

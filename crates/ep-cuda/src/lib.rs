@@ -33,6 +33,7 @@ pub mod probe;
 pub mod provider;
 pub mod ptx;
 mod recorded;
+mod regions;
 mod share;
 mod step;
 pub mod stream;

@@ -27,6 +27,7 @@ use crate::launcher::Launcher;
 use crate::overhead::{Overhead, OverheadMeter};
 use crate::physical::CardMemory;
 use crate::recorded::Recorded;
+use crate::regions::Regions;
 use crate::share::{Share, Shares};
 use crate::stream::Streams;
 use crate::upload::{UploadCounters, Uploader};
@@ -87,7 +88,8 @@ pub struct CudaProvider {
     next_ticket: u64,
     /// Steps that may be: what the programs recorded so far allow.
     depth: usize,
-    next_state: u64,
+    /// Each program's region of its range.
+    states: Regions,
     /// Bytes of a slot of the program recorded last that has slots.
     slot_bytes: u64,
     context: Arc<Context>,
@@ -160,7 +162,7 @@ impl CudaProvider {
             in_flight: VecDeque::new(),
             next_ticket: 0,
             depth: 1,
-            next_state: 0,
+            states: Regions::default(),
             slot_bytes: 0,
             context,
         })
@@ -271,9 +273,9 @@ impl Provider for CudaProvider {
         self.device_report()
     }
 
-    fn program_bytes(&mut self, program: &StepProgram) -> Result<u64, DeviceError> {
+    fn program_bytes(&mut self, program: &StepProgram, programs: u64) -> Result<u64, DeviceError> {
         self.bind()?;
-        self.bytes_of(program)
+        self.bytes_of(program, programs)
     }
 
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {

@@ -165,8 +165,6 @@ pub struct Recorded {
     pub state: StateLayout,
     /// Offset of the own region in its range.
     pub state_offset: u64,
-    /// Bytes mapped for it.
-    pub state_bytes: u64,
     /// Pinned buffer.
     pub host: PinnedBuffer,
     /// Its layout.

@@ -104,13 +104,14 @@ pub trait Provider: Send {
     /// at all. 0 on a device without memory of its own.
     fn fixed_bytes(&self) -> u64;
 
-    /// Bytes beyond [`Provider::fixed_bytes`] that recording `program` and running it for the first time will take of the
-    /// device: activations, descriptors; not graphs. Code that the program needs is loaded here already, and part of the fixed bytes from
-    /// then on. 0 on a device that needs none. The program's segments need not be mapped yet.
+    /// Bytes beyond [`Provider::fixed_bytes`] that recording `programs` programs of the size of `program`, all of which live at
+    /// once, and running them for the first time will take of the device: activations, descriptors; not graphs. Code that
+    /// the program needs is loaded here already, and part of the fixed bytes from then on. 0 on a device that needs none. The
+    /// program's segments need not be mapped yet.
     ///
     /// # Errors
     /// [`DeviceError::Invalid`] for a program that the device can't run.
-    fn program_bytes(&mut self, _program: &StepProgram) -> Result<u64, DeviceError> {
+    fn program_bytes(&mut self, _program: &StepProgram, _programs: u64) -> Result<u64, DeviceError> {
         Ok(0)
     }
 

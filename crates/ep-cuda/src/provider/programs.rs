@@ -17,6 +17,7 @@ use crate::host_memory::PinnedBuffer;
 use crate::host_weights::HostWeights;
 use crate::plan::plan;
 use crate::recorded::{HostLayout, Recorded, ScratchLayout, StateLayout, buffer_offsets, formats, needs};
+use crate::regions::Regions;
 use crate::upload::Uploader;
 
 impl CudaProvider {
@@ -79,9 +80,9 @@ impl CudaProvider {
         loaded
     }
 
-    /// Bytes that recording a program will take beyond the fixed ones, graphs not counted. Its kernels are loaded here, so
+    /// Bytes that recording so many programs like this one will take beyond the fixed ones, graphs not counted. Its kernels are loaded here, so
     /// that they are among the fixed bytes.
-    pub(super) fn bytes_of(&mut self, program: &StepProgram) -> Result<u64, DeviceError> {
+    pub(super) fn bytes_of(&mut self, program: &StepProgram, programs: u64) -> Result<u64, DeviceError> {
         let Some(attached) = &self.attached else { return Err(self.context.invalid("no model is attached")) };
         let model = attached.model.clone();
         let plan = plan(program, &model).map_err(|e| self.context.invalid(e))?;
@@ -93,9 +94,8 @@ impl CudaProvider {
         let descriptor = DescriptorLayout::new(program, &attached.geometry, positions, store_pages);
         let granule = self.arena.granule();
         let scratch = ScratchLayout::new(&plan, program, model, positions).bytes.next_multiple_of(granule);
-        // A step and its prologue have a descriptor each.
-        let state = StateLayout::new(&descriptor, model).bytes.next_multiple_of(granule) * 2;
-        Ok(scratch + state)
+        let state = Regions::bytes_of(StateLayout::new(&descriptor, model).bytes, programs).next_multiple_of(granule);
+        Ok(scratch.saturating_add(state))
     }
 
     pub(super) fn record_program(&mut self, program: StepProgram) -> Result<Recorded, DeviceError> {
@@ -116,14 +116,12 @@ impl CudaProvider {
         let host = PinnedBuffer::new(&self.context, host_bytes)
             .map_err(|e| self.context.no_memory("pinned host memory", host_layout.bytes, e))?;
         let state = StateLayout::new(&descriptor, &model);
-        let granule = self.arena.granule();
-        let state_bytes = state.bytes.div_ceil(granule).saturating_mul(granule);
-        let state_offset = self.next_state;
-        self.arena
-            .map(STATE, state_offset, state_bytes)
-            .map_err(|e| self.arena_error("a program's descriptor and results", state_bytes, e))?;
+        let (before, state_offset) = (self.states.clone(), self.states.take(state.bytes));
+        if let Err(error) = self.grow(STATE, self.states.end(), "a program's descriptor and results") {
+            self.states = before;
+            return Err(error);
+        }
         // From here on the region has an owner that gives it back.
-        self.next_state += state_bytes;
         let recorded = Recorded {
             program,
             plan,
@@ -131,7 +129,6 @@ impl CudaProvider {
             scratch,
             state,
             state_offset,
-            state_bytes,
             host,
             host_layout,
             needs,
@@ -153,20 +150,14 @@ impl CudaProvider {
 
     /// Waits for the streams and gives back what a program holds.
     pub(super) fn forget(&mut self, mut recorded: Recorded) {
-        let (offset, bytes) = (recorded.state_offset, recorded.state_bytes);
-        let fenced = match self.streams.fence() {
-            Ok(fenced) => fenced,
-            Err(error) => {
-                // A context that failed takes everything with it; nothing of the program can be given back.
-                log::error!("{error}: a program is kept");
-                std::mem::forget(recorded);
-                return;
-            }
-        };
-        recorded.graphs.clear();
-        if let Err(error) = self.arena.unmap(&fenced, STATE, offset, bytes) {
-            log::error!("{error}");
+        if let Err(error) = self.streams.fence() {
+            // A context that failed takes everything with it; nothing of the program can be given back.
+            log::error!("{error}: a program is kept");
+            std::mem::forget(recorded);
+            return;
         }
+        recorded.graphs.clear();
+        self.states.give(recorded.state_offset, recorded.state.bytes);
     }
 
     /// Checks once after each unmapping that everything a program touches is still mapped.
