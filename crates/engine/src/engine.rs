@@ -166,6 +166,9 @@ impl Engine {
         if !std::mem::replace(&mut run.closed, true) {
             let dropped = self.flights.drop_sequence(run.sequence);
             self.count_dropped(dropped);
+            if self.flights.is_unwanted() {
+                self.home.abandon();
+            }
             self.kv.free(run.sequence);
             self.counters.tokens.generations += 1;
             self.relax();

@@ -197,6 +197,13 @@ impl Home {
         }
     }
 
+    /// Nobody waits for the results of any step in flight.
+    pub(crate) fn abandon(&self) {
+        if let Some(budget) = self.budget() {
+            budget.weights().abandon();
+        }
+    }
+
     /// Submits one step behind those in flight.
     pub(crate) fn submit(&mut self, input: &StepInput) -> Result<Ticket> {
         match self {

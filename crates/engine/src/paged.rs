@@ -112,8 +112,10 @@ pub struct PagedWeights {
     epoch: Option<Epoch>,
     reason: EpochReason,
     counters: PagedCounters,
-    /// Steps submitted and not collected.
+    /// Steps submitted and not collected; of those, the first so many whose results nobody waits for, and whose program is gone.
     in_flight: usize,
+    abandoned: usize,
+    lost: usize,
     /// The policy in charge; `None` under the static schedule.
     dynamic: Option<Box<Dynamic>>,
     /// Under a policy, the results of the last step.
@@ -152,6 +154,8 @@ impl PagedWeights {
             reason: EpochReason::Load,
             counters: PagedCounters::default(),
             in_flight: 0,
+            abandoned: 0,
+            lost: 0,
             dynamic,
             finished: None,
         })
@@ -287,6 +291,7 @@ impl PagedWeights {
     /// Drops the programs. The next step records new ones.
     fn end_epoch(&mut self, reason: EpochReason) {
         if let Some(epoch) = self.epoch.take() {
+            self.lost = self.abandoned;
             self.provider.discard(epoch.step);
             if let Some(prologue) = epoch.prologue {
                 self.provider.discard(prologue);
@@ -295,9 +300,14 @@ impl PagedWeights {
         self.reason = reason;
     }
 
-    /// Steps that were submitted and not collected.
+    /// Steps in flight whose results somebody waits for: what may not be discarded.
     pub fn in_flight(&self) -> usize {
-        self.in_flight
+        self.in_flight.saturating_sub(self.abandoned)
+    }
+
+    /// Nobody waits for the results of any step in flight.
+    pub fn abandon(&mut self) {
+        self.abandoned = self.in_flight;
     }
 
     /// Most steps that may be submitted and not collected. Under a policy, which decides between the programs of one step, 1.
@@ -345,8 +355,16 @@ impl PagedWeights {
             return Ok(());
         }
         let result = self.provider.collect(ticket, output);
-        // Collected or lost: it is not in flight any more.
+        // Collected or failed: it is not in flight any more.
         self.in_flight = self.in_flight.saturating_sub(1);
+        self.abandoned = self.abandoned.saturating_sub(1);
+        if self.lost > 0 {
+            // Its program was discarded meanwhile, because nobody wanted its results.
+            self.lost -= 1;
+            output.tokens.clear();
+            output.logits.clear();
+            return Ok(());
+        }
         if result.is_err() {
             self.epoch.iter_mut().for_each(|epoch| epoch.primed = false);
             self.reason = EpochReason::Recovery;

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use headrace_engine::stats::PoolStats;
 use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions};
@@ -143,6 +144,22 @@ fn the_limit_is_the_process_s_and_any_engine_changes_it() {
     assert!(first.set_vram_limit(minimum).is_err(), "the other one's promises don't fit");
     assert_eq!(pool(&second).limit, everything);
     assert_eq!((tokens(&mut first), tokens(&mut second)), (expected.clone(), expected));
+}
+
+#[test]
+fn a_step_that_a_stop_token_made_useless_keeps_nobody_waiting() {
+    let (_, everything) = alone("stopped");
+    let mut first = engine("stopped", everything).unwrap();
+    let expected = tokens(&mut first);
+    let options = GenerationOptions { stop_tokens: vec![expected[5]], ..GenerationOptions::greedy(12) };
+    first.generate(&PROMPT, options, &mut |_| Ok(())).unwrap();
+    let start = Instant::now();
+    let mut second = engine("stopped", everything).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(10), "the step behind the stop token was waited for");
+    for _ in 0..2 {
+        assert_eq!((tokens(&mut first), tokens(&mut second)), (expected.clone(), expected.clone()));
+    }
+    check(&pool(&first), everything);
 }
 
 #[test]

@@ -99,6 +99,11 @@ impl Flights {
         self.queue.is_empty()
     }
 
+    /// True if nobody waits for any of the steps in flight.
+    pub fn is_unwanted(&self) -> bool {
+        self.queue.iter().all(|flight| !flight.is_live())
+    }
+
     /// Adds a step that was submitted.
     pub fn push(&mut self, flight: Flight) {
         self.queue.push_back(flight);
