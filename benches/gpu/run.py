@@ -23,13 +23,13 @@ CONTEXT = 512
 HBM_SHAPES = ("0.5b", "1.5b", "7b", "14b")
 
 
-def limits_of(path: Path, **options: Any) -> tuple[int, int]:
-    """The smallest limit that works, and the one from which on nothing is streamed."""
+def limits_of(path: Path, device: str = "cuda", **options: Any) -> tuple[int, int]:
+    """The smallest limit that works, and the one from which on nothing is cold."""
     try:
-        headrace.Engine.load(path, device="cuda", vram_limit=1, **options)
+        headrace.Engine.load(path, device=device, vram_limit=1, **options)  # type: ignore[arg-type]
     except headrace.BudgetError as error:
         minimum = int(str(error).split("at least ")[1].split(" ")[0])
-    memory = headrace.plan(path, device="cuda", vram_limit="100GiB", **options).memory
+    memory = headrace.plan(path, device=device, vram_limit="100TiB", **options).memory  # type: ignore[arg-type]
     assert memory is not None
     return minimum, memory.everything
 

@@ -162,7 +162,7 @@ class GraphStats(Record):
     replays: int
     """Replays of graphs that compute: one a step, or several where a residency policy cuts steps up."""
     eager_ops: int
-    """Operations of a step that were launched outside a graph. Must be 0."""
+    """Operations of a step that were launched outside a graph. Must be 0, but for small programs of a policy's steps."""
     dropped: int
     """Graphs dropped to make room for another one."""
     fallbacks: int

@@ -379,21 +379,13 @@ impl Budget {
             // Another engine is taking bytes from these weights at this moment.
             return Ok(());
         }
-        let (held, all) = {
-            let weights = self.weights();
-            (weights.held_bytes(), weights.all_bytes())
-        };
+        let held = self.weights().held_bytes();
         let have = held + self.holders.weights.room().free + self.staging_lease.bytes();
-        // With everything resident there is nothing to stream, and the ring's bytes are free as well.
-        let whole = have >= all && !self.weights().may_stream(all);
-        let target = match whole {
-            true => self.weights().within(all),
-            false => {
-                let ring = self.plan.ring_room.max(self.staging_lease.bytes());
-                self.weights().within(have.saturating_sub(ring))
-            }
-        };
-        if whole && self.staging_lease.bytes() > 0 {
+        // Where nothing is streamed, everything being resident or read in place, the ring's bytes are free as well.
+        let streams = self.weights().may_stream(have);
+        let ring = if streams { self.plan.ring_room.max(self.staging_lease.bytes()) } else { 0 };
+        let target = self.weights().within(have.saturating_sub(ring));
+        if !streams && self.staging_lease.bytes() > 0 {
             self.weights().set_ring(Ring::default())?;
             self.observe()?;
             self.staging_lease.shrink(self.staging_lease.bytes())?;

@@ -190,7 +190,7 @@ impl Dynamic {
             true => chunk.staged(&self.cache, weights.program(Vec::new(), weights.ring())),
             false => chunk.in_place(&self.cache, weights.program(Vec::new(), Ring::default())),
         };
-        let id = weights.record(program)?;
+        let id = weights.record_small(program)?;
         chunk.recorded[usize::from(staged)] = Some(id);
         Ok(id)
     }

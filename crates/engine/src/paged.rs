@@ -428,10 +428,9 @@ impl PagedWeights {
         }
     }
 
-    /// Records a program of a step.
-    pub(crate) fn record(&mut self, program: StepProgram) -> std::result::Result<ProgramId, DeviceError> {
-        let id = self.provider.record(program)?;
-        Ok(id)
+    /// Records one of the small programs of a step under a policy.
+    pub(crate) fn record_small(&mut self, program: StepProgram) -> std::result::Result<ProgramId, DeviceError> {
+        self.provider.record_small(program)
     }
 
     fn count_step(&mut self, input: &StepInput) {

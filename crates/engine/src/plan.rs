@@ -215,8 +215,15 @@ impl MemoryPlan {
         let never_cold = own + buckets.max().bytes + all_bytes <= usable;
         let ring_bytes = if never_cold { 0 } else { ring_room };
         let room = usable - own - buckets.floor().bytes;
-        let weights_bytes = if all_bytes <= room { all_bytes } else { room.saturating_sub(ring_room) };
-        let placement = Placement::within(layout, granule, weights_bytes);
+        // Where everything cold is read in place there is no ring, and its bytes are free as long as that is so.
+        let without_ring = Placement::within(layout, granule, room.min(all_bytes));
+        let (weights_bytes, placement) = match without_ring.streams(layout, sizes.mapped_budget) {
+            false => (room.min(all_bytes), without_ring),
+            true => {
+                let bytes = room.saturating_sub(ring_room);
+                (bytes, Placement::within(layout, granule, bytes))
+            }
+        };
         let largest = own + headroom + buckets.max().bytes + all_bytes;
         let (in_force, reason) = choose(sizes, largest, buckets.max().bytes, never_cold);
         let choice = PlacementChoice {

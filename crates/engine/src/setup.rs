@@ -86,11 +86,11 @@ impl Setup {
         match options.device {
             DeviceChoice::Cpu => as_asked(cpu(options)?),
             DeviceChoice::HostDevice => as_asked(host_device(options, self.max_context)?),
-            DeviceChoice::Cuda(ordinal) => match cuda(ordinal, options) {
+            DeviceChoice::Cuda(ordinal) => match cuda(ordinal, options, self.max_context) {
                 Ok(device) => as_asked(device),
                 Err(what) => Err(DeviceError::Failed { device: format!("cuda:{ordinal}"), what }.into()),
             },
-            DeviceChoice::Auto => match cuda(0, options) {
+            DeviceChoice::Auto => match cuda(0, options, self.max_context) {
                 Ok(device) => as_asked(device),
                 Err(reason) => {
                     log::info!("device auto: computing on the CPU, because of CUDA: {reason}");
@@ -124,8 +124,9 @@ fn host_device(options: &EngineOptions, max_context: usize) -> Result<Device> {
 
 /// Card `ordinal`; the error says what the machine lacks.
 #[cfg(feature = "cuda")]
-fn cuda(ordinal: usize, options: &EngineOptions) -> std::result::Result<Device, String> {
-    let provider = headrace_ep_cuda::CudaProvider::open(ordinal).map_err(|e| e.to_string())?;
+fn cuda(ordinal: usize, options: &EngineOptions, max_context: usize) -> std::result::Result<Device, String> {
+    let mut provider = headrace_ep_cuda::CudaProvider::open(ordinal).map_err(|e| e.to_string())?;
+    provider.limit_positions(max_context);
     let (free, _) = provider.context().memory_info().map_err(|e| e.to_string())?;
     let limit = match options.placement {
         PlacementMode::Unmanaged => UNLIMITED,
@@ -141,6 +142,6 @@ fn cuda(ordinal: usize, options: &EngineOptions) -> std::result::Result<Device, 
 
 /// This build has no CUDA provider.
 #[cfg(not(feature = "cuda"))]
-fn cuda(_ordinal: usize, _options: &EngineOptions) -> std::result::Result<Device, String> {
+fn cuda(_ordinal: usize, _options: &EngineOptions, _max_context: usize) -> std::result::Result<Device, String> {
     Err("this build of Headrace has no CUDA provider".to_string())
 }

@@ -235,7 +235,7 @@ pub struct GraphStats {
     pub captures: u64,
     /// Replays of graphs that compute: one a step, or several where a residency policy cuts steps up.
     pub replays: u64,
-    /// Operations of a step that were launched outside a graph. Must be 0.
+    /// Operations of a step that were launched outside a graph. Must be 0, but for small programs of a policy's steps.
     pub eager_ops: u64,
     /// Graphs dropped to make room for another one.
     pub dropped: u64,

@@ -39,8 +39,8 @@ pub struct FixedImage {
 }
 
 impl FixedImage {
-    /// Lays out every vector and both tables.
-    pub fn new(weights: &HostWeights) -> Result<FixedImage, String> {
+    /// Lays out every vector, and both tables for at most `most` positions.
+    pub fn new(weights: &HostWeights, most: usize) -> Result<FixedImage, String> {
         let mut cursor = Cursor::default();
         let (mut vectors, mut parts) = (HashMap::new(), Vec::new());
         for id in weights.vector_ids() {
@@ -50,10 +50,10 @@ impl FixedImage {
             parts.push((at, floats));
         }
         let rope = &weights.model().config.rope;
-        let context = weights.model().config.max_context.max(1);
+        let context = weights.model().config.max_context.min(most).max(1);
         let (cos, sin) = weights.rope_tables(context)?;
         // A head of which nothing is rotated has no tables, and no position is beyond them.
-        let positions = cos.len().checked_div(rope.dims / 2).unwrap_or(context);
+        let positions = cos.len().checked_div(rope.dims / 2).unwrap_or(context).min(context);
         let (cos_at, sin_at) = (cursor.take(cos.len() as u64 * 4), cursor.take(sin.len() as u64 * 4));
         parts.extend([(cos_at, cos), (sin_at, sin)]);
         let mut bytes = vec![0u8; usize::try_from(cursor.bytes()).map_err(|e| e.to_string())?];

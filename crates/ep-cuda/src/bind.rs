@@ -41,6 +41,9 @@ pub enum Launch {
     Report(ArgmaxArgs),
 }
 
+/// Device addresses of the planes of what is read in place on the host, by tensor, first row and rows.
+pub type HostMapped = HashMap<(TensorId, usize, usize), [u64; 3]>;
+
 /// Where everything is that the kernels read and write, as device addresses.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Addresses {
@@ -50,8 +53,8 @@ pub struct Addresses {
     pub buffers: [u64; 5],
     /// Start of the weights range.
     pub weights: u64,
-    /// Planes of the segments that are read in place on the host, by tensor, first row and rows.
-    pub host_mapped: HashMap<(TensorId, usize, usize), [u64; 3]>,
+    /// Segments that are read in place on the host.
+    pub host_mapped: HostMapped,
     /// Start of the staging range.
     pub staging: u64,
     /// Start of the KV range.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
+use crate::bounce::Fill;
 use crate::clock::{COPIES_A_MARK, LANE_VARIABLE, LaneMarks};
 use crate::context::Context;
 use crate::driver::{CudaError, check, log_failure};
@@ -23,6 +24,8 @@ pub struct StepGraph {
     last_used: Cell<u64>,
     /// What its replays say of their lanes. After `exec`, which writes them.
     marks: Arc<LaneMarks>,
+    /// What its host functions read, at addresses that don't change. Dropped after the graph.
+    fills: Vec<Vec<Fill>>,
     context: Arc<Context>,
 }
 
@@ -57,6 +60,47 @@ impl Drop for Capture<'_> {
             }
         }
     }
+}
+
+/// Runs a plan without a graph: for programs of a few launches each, of which there are too many to keep a graph of every one.
+///
+/// # Errors
+/// What `issue` says, or the driver.
+pub fn run_directly<E: From<CudaError>>(
+    context: &Arc<Context>,
+    streams: &Streams,
+    plan: &CapturePlan,
+    mut issue: impl FnMut(&Action) -> Result<(), E>,
+    finish: impl FnOnce() -> Result<(), E>,
+) -> Result<(), E> {
+    context.bind()?;
+    let events = (0..plan.events).map(|_| Event::ordering(context)).collect::<Result<Vec<Event>, CudaError>>()?;
+    let lane = |lane: Lane| match lane {
+        Lane::Compute => &streams.compute,
+        Lane::Copy => &streams.copy,
+    };
+    let mut finish = Some(finish);
+    // The results are reported before the copy lane is joined: the host needn't wait for the link.
+    let last = plan.actions.len().saturating_sub(1);
+    let joined = matches!(plan.actions.last(), Some(Action::Await(Lane::Compute, _)));
+    for (i, action) in plan.actions.iter().enumerate() {
+        if i == last
+            && joined
+            && let Some(finish) = finish.take()
+        {
+            finish()?;
+        }
+        match action {
+            Action::Signal(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).record(event))?,
+            Action::Await(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).wait_for(event))?,
+            Action::Launch(_) | Action::CopyIn(_) => {}
+        }
+        issue(action)?;
+    }
+    if let Some(finish) = finish.take() {
+        finish()?;
+    }
+    Ok(())
 }
 
 impl StepGraph {
@@ -160,6 +204,7 @@ impl StepGraph {
             bytes: 0,
             last_used: Cell::new(0),
             marks: Arc::new(marks),
+            fills: Vec::new(),
             context: context.clone(),
         };
         // SAFETY: both live. Uploading now keeps the first launch short, and its memory in what is measured here.
@@ -185,6 +230,11 @@ impl StepGraph {
     /// The number given at the last launch; 0 before the first.
     pub fn last_used(&self) -> u64 {
         self.last_used.get()
+    }
+
+    /// Keeps what host functions of the graph read for as long as it lives.
+    pub(crate) fn keep(&mut self, fills: Vec<Vec<Fill>>) {
+        self.fills = fills;
     }
 
     /// Nodes.

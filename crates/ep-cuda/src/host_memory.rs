@@ -8,6 +8,7 @@ use cudarc::driver::sys;
 
 use crate::context::Context;
 use crate::driver::{CudaError, check, log_failure};
+use crate::faults::FaultPoint;
 
 /// Page-locked memory that the device can read and write in place.
 #[derive(Debug)]
@@ -26,6 +27,7 @@ impl PinnedBuffer {
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<PinnedBuffer, CudaError> {
         context.bind()?;
         let bytes = bytes.max(1);
+        context.faults().check(FaultPoint::Pin, bytes as u64)?;
         let mut base: *mut c_void = std::ptr::null_mut();
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         // SAFETY: the context is current; the call writes one pointer.
@@ -105,6 +107,7 @@ impl Registration {
     /// The bytes stay mapped for as long as the registration lives.
     pub unsafe fn new(context: &Arc<Context>, bytes: &[u8]) -> Result<Registration, CudaError> {
         context.bind()?;
+        context.faults().check(FaultPoint::Register, bytes.len() as u64)?;
         let base = bytes.as_ptr().cast_mut().cast::<c_void>();
         let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: the caller's promise; read-only registration never writes.

@@ -66,9 +66,9 @@ impl Launcher for KernelLauncher {
     }
 
     fn launch(&self, stream: &Stream, launch: &Launch, how: How) -> Result<(), String> {
-        let How { rows, width, overlap } = how;
+        let How { rows, width, overlap, ask_ahead } = how;
         let kernels = self.kernels.get(&key(width)).ok_or("the kernels were not loaded")?;
-        let queue = Queue { stream: stream.raw(), overlap };
+        let queue = Queue { stream: stream.raw(), overlap, ask_ahead };
         // SAFETY: the addresses are the arena's and the program's own; what they point to is mapped whenever the launch
         // runs, which is checked before every replay, and unmapping waits for the stream.
         let launched: Result<(), LaunchError> = unsafe {

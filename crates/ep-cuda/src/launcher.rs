@@ -28,4 +28,6 @@ pub struct How {
     /// True if it follows a launch on the same stream and reads resident weights at most: it may begin to read them while
     /// the launch before still runs.
     pub overlap: bool,
+    /// True if everything it reads lies in device memory: it may ask for bytes to come to the second-level cache early.
+    pub ask_ahead: bool,
 }

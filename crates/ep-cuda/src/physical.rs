@@ -6,6 +6,7 @@ use cudarc::driver::sys;
 
 use crate::context::Context;
 use crate::driver::{CudaError, check};
+use crate::faults::FaultPoint;
 
 /// What the arena needs of a device. The tests have one without a device, which fails on demand.
 pub trait Physical {
@@ -91,6 +92,7 @@ impl Physical for CardMemory {
 
     fn create(&self) -> Result<Self::Handle, CudaError> {
         self.context.bind()?;
+        self.context.faults().check(FaultPoint::Granule, self.granule)?;
         let mut handle = 0;
         // SAFETY: the properties are valid for the call; it writes one handle.
         let result = unsafe { sys::cuMemCreate(&mut handle, self.granule as usize, &properties(&self.context), 0) };

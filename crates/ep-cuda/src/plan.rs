@@ -81,6 +81,14 @@ impl Task {
             _ => false,
         }
     }
+
+    /// True if it reads weights in place on the host.
+    pub fn reads_host(&self) -> bool {
+        match self {
+            Task::Linear(l) => l.parts.iter().any(|p| p.segment.place == Place::HostMapped),
+            _ => false,
+        }
+    }
 }
 
 /// The two streams of a capture.
@@ -133,6 +141,16 @@ impl CapturePlan {
             Action::Launch(task) => Some(task),
             _ => None,
         })
+    }
+
+    /// Every segment that a linear layer reads.
+    pub fn segments(&self) -> impl Iterator<Item = &Segment> {
+        self.tasks()
+            .flat_map(|task| match task {
+                Task::Linear(l) => l.parts.as_slice(),
+                _ => &[],
+            })
+            .map(|part| &part.segment)
     }
 
     /// Every segment that is copied into the ring.

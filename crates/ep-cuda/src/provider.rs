@@ -21,6 +21,7 @@ use crate::clock::Clock;
 use crate::context::Context;
 use crate::descriptor::Serial;
 use crate::driver::DriverProblem;
+use crate::faults::Faults;
 use crate::graph::{GraphCounters, StepGraph};
 use crate::host_memory::PinnedBuffer;
 use crate::launcher::Launcher;
@@ -88,6 +89,8 @@ pub struct CudaProvider {
     next_ticket: u64,
     /// Steps that may be: what the programs recorded so far allow.
     depth: usize,
+    /// Positions that a sequence may have at most, whatever the model declares.
+    most_positions: usize,
     /// Each program's region of its range.
     states: Regions,
     /// Bytes of a slot of the program recorded last that has slots.
@@ -106,19 +109,21 @@ fn range_index(range: RangeKind) -> usize {
 
 impl CudaProvider {
     /// Opens card `ordinal`: context, streams, address ranges, and the kernels that `kernels` loads. Takes no granule yet.
+    /// `faults` are calls of the driver that are refused on demand.
     ///
     /// # Errors
     /// [`DriverProblem`] says what the machine lacks, in words for its user.
     pub fn open_with(
         ordinal: usize,
         kernels: impl FnOnce(&Arc<Context>) -> Result<Box<dyn Launcher>, DriverProblem>,
+        faults: Faults,
     ) -> Result<CudaProvider, DriverProblem> {
         // The driver is asked first: without one, nothing else needs to be looked for.
         let driver = crate::driver::Driver::load()?;
         let usable = driver.usable_card(ordinal)?;
         let mut shares = Shares::lock();
         let meter = OverheadMeter::before(&usable);
-        let context = Context::open(ordinal)?;
+        let context = Context::open_with(ordinal, faults)?;
         let (free_before, _) = context.memory_info()?;
         let streams = Streams::new(&context)?;
         let launcher = kernels(&context)?;
@@ -162,6 +167,7 @@ impl CudaProvider {
             in_flight: VecDeque::new(),
             next_ticket: 0,
             depth: 1,
+            most_positions: usize::MAX,
             states: Regions::default(),
             slot_bytes: 0,
             context,
@@ -173,7 +179,21 @@ impl CudaProvider {
     /// # Errors
     /// As [`CudaProvider::open_with`].
     pub fn open(ordinal: usize) -> Result<CudaProvider, DriverProblem> {
-        CudaProvider::open_with(ordinal, crate::kernel_launcher::KernelLauncher::open)
+        CudaProvider::open_refusing(ordinal, Faults::default())
+    }
+
+    /// As [`CudaProvider::open`], with calls of the driver that are refused on demand. A test instrument.
+    ///
+    /// # Errors
+    /// As [`CudaProvider::open_with`].
+    pub fn open_refusing(ordinal: usize, faults: Faults) -> Result<CudaProvider, DriverProblem> {
+        CudaProvider::open_with(ordinal, crate::kernel_launcher::KernelLauncher::open, faults)
+    }
+
+    /// Sequences will have at most so many positions, whatever the model declares: rotation tables, descriptors and the scratch
+    /// of attention are made for that. Has an effect before a model is attached.
+    pub fn limit_positions(&mut self, most: usize) {
+        self.most_positions = most;
     }
 
     /// The card's context.
@@ -269,6 +289,16 @@ impl Provider for CudaProvider {
         graphs::GRAPH_BYTES
     }
 
+    fn reads_host_memory(&self) -> Result<(), String> {
+        self.context.bind().and_then(|()| PinnedBuffer::new(&self.context, 1)).map(drop).map_err(|e| {
+            format!("{}: pinning is refused, so that kernels read no host memory in place: {e}", self.context.name())
+        })
+    }
+
+    fn fallbacks(&self) -> Vec<String> {
+        self.uploader.as_ref().map_or_else(Vec::new, Uploader::fallbacks)
+    }
+
     fn report(&self) -> DeviceReport {
         self.device_report()
     }
@@ -329,6 +359,12 @@ impl Provider for CudaProvider {
         self.next_program += 1;
         self.programs.insert(id, recorded);
         Ok(ProgramId(id))
+    }
+
+    fn record_small(&mut self, program: StepProgram) -> Result<ProgramId, DeviceError> {
+        let id = self.record(program)?;
+        self.programs.entry(id.0).and_modify(|recorded| recorded.small = true);
+        Ok(id)
     }
 
     fn discard(&mut self, id: ProgramId) {

@@ -11,6 +11,7 @@ use headrace_provider::{Buffer, Place, RangeKind, Segment, StepProgram};
 
 use crate::abi::{Activation, ArgmaxArgs, ArgmaxResult};
 use crate::bind::leading_rows;
+use crate::bounce::Fill;
 use crate::buckets::{GraphKey, PARTIALS_BYTES, attention_chunks, bucket, partials_bytes};
 use crate::descriptor::{DescriptorLayout, Serial, StepWriter};
 use crate::graph::StepGraph;
@@ -48,7 +49,7 @@ impl ScratchLayout {
     }
 }
 
-/// Offsets in a program's own region: what must keep its value from step to step.
+/// Offsets in a program's region of the state range: what must keep its value from step to step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StateLayout {
     /// The step descriptor.
@@ -161,9 +162,9 @@ pub struct Recorded {
     pub descriptor: DescriptorLayout,
     /// Scratch.
     pub scratch: ScratchLayout,
-    /// Own region.
+    /// Layout of its region of the state range.
     pub state: StateLayout,
-    /// Offset of the own region in its range.
+    /// Offset of that region in the range.
     pub state_offset: u64,
     /// Pinned buffer.
     pub host: PinnedBuffer,
@@ -173,6 +174,10 @@ pub struct Recorded {
     pub needs: Vec<(RangeKind, u64, u64)>,
     /// Count of unmappings up to which `needs` is known to be mapped.
     pub checked: u64,
+    /// True for one of many programs of a step, of few launches each: they are made one by one, without a graph.
+    pub small: bool,
+    /// What the host functions of its last run read.
+    pub fills: Vec<Vec<Fill>>,
     /// Graphs by what they are for.
     pub graphs: HashMap<GraphKey, StepGraph>,
     /// Writes descriptors.

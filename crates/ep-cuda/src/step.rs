@@ -11,14 +11,14 @@ use crate::bind::{Addresses, Binder, Launch};
 use crate::buckets::GraphKey;
 use crate::descriptor::{Serial, StepLimits};
 use crate::driver::{CudaError, check};
-use crate::graph::StepGraph;
+use crate::graph::{StepGraph, run_directly};
 use crate::host_memory::PinnedBuffer;
 use crate::host_weights::HostWeights;
 use crate::launcher::How;
 use crate::plan::{Action, Lane, slab};
 use crate::provider::{CudaProvider, InFlight, StepParts};
 use crate::recorded::Recorded;
-use crate::upload::PieceKey;
+use crate::upload::{Origin, PieceKey};
 
 /// A failure inside a capture.
 #[derive(Debug, thiserror::Error)]
@@ -57,20 +57,25 @@ impl CudaProvider {
             let Some(model) = self.parts().attached.map(|a| a.model.clone()) else {
                 return Err(self.context().invalid("no model is attached"));
             };
-            let addresses = self.addresses(recorded, &model);
-            self.room_for_graph(recorded)?;
-            let graph = self.parts().capture(recorded, &model, &addresses, key)?;
-            self.keep_graph(recorded, key, graph)?;
+            let mut addresses = self.addresses(recorded, &model);
+            addresses.host_mapped = self.host_mapped(recorded)?;
+            if !recorded.small {
+                self.room_for_graph(recorded)?;
+            }
+            if let Some(graph) = self.parts().capture(recorded, &model, &addresses, key)? {
+                self.keep_graph(recorded, key, graph)?;
+            }
         }
         let parts = self.parts();
-        let Some(graph) = recorded.graphs.get(&key) else { return Err(parts.context.failed("no graph")) };
-        parts.counters.launches += 1;
-        let (stream, step) = (&parts.streams.compute, recorded.plan.computes);
-        let step = step.then(|| (recorded.plan.copied_bytes, graph.marks().clone()));
-        let marks = parts.clock.start(parts.context, stream).map_err(|e| parts.context.failed(e))?;
-        graph.launch(parts.streams, parts.counters.launches).map_err(|e| parts.context.failed(e))?;
-        parts.clock.launched(stream, marks, step).map_err(|e| parts.context.failed(e))?;
-        parts.counters.replays += u64::from(recorded.plan.computes);
+        if let Some(graph) = recorded.graphs.get(&key) {
+            parts.counters.launches += 1;
+            let (stream, step) = (&parts.streams.compute, recorded.plan.computes);
+            let step = step.then(|| (recorded.plan.copied_bytes, graph.marks().clone()));
+            let marks = parts.clock.start(parts.context, stream).map_err(|e| parts.context.failed(e))?;
+            graph.launch(parts.streams, parts.counters.launches).map_err(|e| parts.context.failed(e))?;
+            parts.clock.launched(stream, marks, step).map_err(|e| parts.context.failed(e))?;
+            parts.counters.replays += u64::from(recorded.plan.computes);
+        }
         let serial = recorded.next();
         recorded.serial = serial.number;
         // Without a table of its own on the device, the next step's rows have to be gathered by their tokens.
@@ -133,13 +138,15 @@ impl StepParts<'_> {
         Ok(filled.positions)
     }
 
+    /// Captures the graph of a program for a key. A program of few launches is run instead, and what its host functions read is
+    /// kept in it.
     fn capture(
         &mut self,
-        recorded: &Recorded,
+        recorded: &mut Recorded,
         model: &ModelSpec,
         addresses: &Addresses,
         key: GraphKey,
-    ) -> Result<StepGraph, DeviceError> {
+    ) -> Result<Option<StepGraph>, DeviceError> {
         let Some(attached) = self.attached else { return Err(self.context.invalid("no model is attached")) };
         let Some(uploader) = self.uploader.as_deref_mut() else {
             return Err(self.context.invalid("no model is attached"));
@@ -154,14 +161,11 @@ impl StepParts<'_> {
             let mut of_segment = Vec::new();
             for (plane, at) in planes.iter().enumerate().take(tensor.format.planes()) {
                 let key = PieceKey { tensor: segment.tensor.0, plane, row: segment.row, rows: segment.rows };
-                let (from, bytes) = uploader.stable(key).map_err(|e| self.context.failed(e))?;
-                if bytes > 0 {
-                    of_segment.push((to + at, from, bytes));
-                }
+                of_segment.push((to + at, uploader.origin(key).map_err(|e| self.context.failed(e))?));
             }
             copies.push(of_segment);
         }
-        let mut copies = copies.into_iter();
+        let (mut copies, mut fills) = (copies.into_iter(), Vec::new());
         let binder = Binder {
             model,
             geometry: &attached.geometry,
@@ -178,16 +182,27 @@ impl StepParts<'_> {
                 Action::Launch(task) => {
                     for (launch, rows) in binder.bind(task).map_err(CaptureError::Other)? {
                         let overlap = key.rows >= OVERLAP_ROWS && follows.get() && !task.reads_ring();
-                        let how = How { rows, width, overlap };
+                        let how = How { rows, width, overlap, ask_ahead: !task.reads_host() };
                         launcher.launch(&streams.compute, &launch, how).map_err(CaptureError::Other)?;
                         follows.set(true);
                     }
                 }
                 Action::CopyIn(_) => {
-                    for (to, from, bytes) in copies.next().unwrap_or_default() {
-                        // SAFETY: the slot is mapped, which is checked before every replay; the source stays where it
-                        // is for as long as the uploader lives, and graphs are dropped before it.
-                        unsafe { streams.copy.copy_in(to, from, bytes) }?;
+                    for (to, origin) in copies.next().unwrap_or_default() {
+                        match origin {
+                            Origin::Stable(_, 0) => {}
+                            // SAFETY: the slot is mapped, which is checked before every replay; the source stays where it
+                            // is for as long as the uploader lives, and graphs are dropped before it.
+                            Origin::Stable(from, bytes) => unsafe { streams.copy.copy_in(to, from, bytes) }?,
+                            Origin::Bounced(parts) => {
+                                for part in &parts {
+                                    // SAFETY: as above; the graph keeps the part where it is. Loads, which use the pool too,
+                                    // wait for steps, and the copies of a step are made in order.
+                                    unsafe { part.capture(&streams.copy, to) }?;
+                                }
+                                fills.push(parts);
+                            }
+                        }
                     }
                 }
                 Action::Signal(Lane::Compute, _) | Action::Await(Lane::Compute, _) => follows.set(false),
@@ -198,16 +213,24 @@ impl StepParts<'_> {
         let finish = || -> Result<(), CaptureError> {
             if recorded.plan.computes {
                 let report = Launch::Report(binder.argmax());
-                let how = How { rows: key.wanted, width, overlap: false };
+                let how = How { rows: key.wanted, width, overlap: false, ask_ahead: true };
                 launcher.launch(&streams.compute, &report, how).map_err(CaptureError::Other)?;
             }
             Ok(())
         };
+        if recorded.small {
+            let done = run_directly(self.context, streams, &recorded.plan, issue, finish);
+            done.map_err(|e: CaptureError| self.context.failed(e))?;
+            self.counters.eager_ops += recorded.plan.tasks().count() as u64;
+            recorded.fills = fills;
+            return Ok(None);
+        }
         let graph = StepGraph::capture(self.context, streams, &recorded.plan, issue, finish);
-        let graph = graph.map_err(|e: CaptureError| self.context.failed(e))?;
+        let mut graph = graph.map_err(|e: CaptureError| self.context.failed(e))?;
+        graph.keep(fills);
         self.counters.captures += 1;
         log::debug!("{}: captured {key:?}: {} nodes, {} bytes", self.context.name(), graph.nodes(), graph.bytes());
-        Ok(graph)
+        Ok(Some(graph))
     }
 
     /// Waits for the results of a step, the first of those in flight.

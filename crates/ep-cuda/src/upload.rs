@@ -2,25 +2,21 @@
 //! bounded pool of pinned buffers.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use headrace_model::spec::TensorId;
+use headrace_provider::Segment;
 
+use crate::bounce::{BOUNCE_BUFFERS, BOUNCE_BYTES, BouncePool, Fill};
 use crate::context::Context;
 use crate::driver::CudaError;
-use crate::events::Event;
 use crate::host_memory::{PinnedBuffer, Registration};
 use crate::host_weights::HostWeights;
 use crate::stream::Stream;
 
-/// Bytes of one pinned buffer of the pool.
-pub const BOUNCE_BYTES: usize = 32 << 20;
-
 /// Bytes that the widest load of a kernel takes, and has to be aligned to.
 const KERNEL_ALIGN: u64 = 16;
-
-/// Buffers of the pool: one is filled while the other is copied.
-const BOUNCE_BUFFERS: usize = 2;
 
 /// What was copied, and in which way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,10 +33,12 @@ pub struct UploadCounters {
     pub pinned_bytes: u64,
 }
 
-struct Bounce {
-    buffer: PinnedBuffer,
-    copied: Event,
-    busy: bool,
+/// Where a captured copy reads from.
+pub enum Origin {
+    /// Host bytes that the copy engine reads at every replay.
+    Stable(*const u8, usize),
+    /// The driver refuses to pin them: the host copies them into the pool at every replay.
+    Bounced(Vec<Fill>),
 }
 
 /// The ways from the host to the device.
@@ -51,8 +49,11 @@ pub struct Uploader {
     files: HashMap<usize, Option<Registration>>,
     /// Pinned copies of rows whose file couldn't be registered.
     pinned: HashMap<PieceKey, PinnedBuffer>,
-    bounce: Vec<Bounce>,
-    next: usize,
+    pool: BouncePool,
+    /// Why the driver wouldn't pin weights, once it wouldn't.
+    refused_pins: Option<String>,
+    /// Bytes of rows that captured copies read through the pool.
+    unpinned: HashMap<PieceKey, u64>,
     counters: UploadCounters,
     /// True once it was logged that the host gathers embedding rows.
     said_gathered: bool,
@@ -81,8 +82,9 @@ impl Uploader {
             weights,
             files: HashMap::new(),
             pinned: HashMap::new(),
-            bounce: Vec::new(),
-            next: 0,
+            pool: BouncePool::default(),
+            refused_pins: None,
+            unpinned: HashMap::new(),
             counters: UploadCounters::default(),
             said_gathered: false,
             refusals: Vec::new(),
@@ -91,7 +93,8 @@ impl Uploader {
 
     /// The counters.
     pub fn counters(&self) -> UploadCounters {
-        self.counters
+        let pinned_bytes = self.counters.pinned_copy_bytes + self.pool.pinned_bytes();
+        UploadCounters { pinned_bytes, ..self.counters }
     }
 
     /// Why files couldn't be registered, one entry a file, and the embedding not be read in place.
@@ -146,28 +149,8 @@ impl Uploader {
 
     /// Queues a copy of any host bytes through the pinned pool.
     pub fn bounce(&mut self, stream: &Stream, bytes: &[u8], to: u64) -> Result<(), String> {
-        let text = |error: CudaError| error.to_string();
-        while self.bounce.len() < BOUNCE_BUFFERS {
-            let buffer = PinnedBuffer::new(&self.context, BOUNCE_BYTES).map_err(text)?;
-            let copied = Event::ordering(&self.context).map_err(text)?;
-            self.counters.pinned_bytes += BOUNCE_BYTES as u64;
-            self.bounce.push(Bounce { buffer, copied, busy: false });
-        }
-        for (i, part) in bytes.chunks(BOUNCE_BYTES).enumerate() {
-            let next = self.next;
-            self.next = (next + 1) % BOUNCE_BUFFERS;
-            let Some(slot) = self.bounce.get_mut(next) else { return Err("no pinned buffer".into()) };
-            if slot.busy {
-                slot.copied.wait().map_err(text)?;
-            }
-            slot.buffer.bytes_mut()[..part.len()].copy_from_slice(part);
-            // SAFETY: the buffer isn't written again before `copied` has happened; the caller has checked the target.
-            unsafe { stream.copy_in(to + (i * BOUNCE_BYTES) as u64, slot.buffer.as_ptr(), part.len()) }
-                .map_err(text)?;
-            stream.record(&slot.copied).map_err(text)?;
-            slot.busy = true;
-            self.counters.bounced_bytes += part.len() as u64;
-        }
+        self.pool.copy(&self.context, stream, bytes, to).map_err(|e| e.to_string())?;
+        self.counters.bounced_bytes += bytes.len() as u64;
         Ok(())
     }
 
@@ -199,24 +182,89 @@ impl Uploader {
         Some(planes)
     }
 
-    /// Host bytes that a captured copy may read at every replay: in a registered mapping, else in a pinned copy that is
-    /// made here. They stay where they are for as long as the uploader lives.
-    pub fn stable(&mut self, key: PieceKey) -> Result<(*const u8, usize), String> {
+    /// Where a captured copy may read some rows at every replay: in a registered mapping, else in a pinned copy that is made
+    /// here; where that is refused, through the pool. It stays so for as long as the uploader lives.
+    ///
+    /// # Errors
+    /// If not even the pool can be pinned.
+    pub fn origin(&mut self, key: PieceKey) -> Result<Origin, String> {
         let weights = self.weights.clone();
-        let id = TensorId(key.tensor);
-        let (bytes, file) = weights.rows(id, key.plane, key.row, key.rows)?;
-        if file.is_some_and(|file| self.registered(file)) {
-            return Ok((bytes.as_ptr(), bytes.len()));
+        let (bytes, file) = weights.rows(TensorId(key.tensor), key.plane, key.row, key.rows)?;
+        if bytes.is_empty() || file.is_some_and(|file| self.registered(file)) {
+            return Ok(Origin::Stable(bytes.as_ptr(), bytes.len()));
         }
-        if let Some(buffer) = self.pinned.get(&key) {
-            return Ok((buffer.as_ptr(), bytes.len()));
+        if self.refused_pins.is_none() || self.pinned.contains_key(&key) {
+            match self.pin(key, bytes) {
+                Ok(buffer) => return Ok(Origin::Stable(buffer.as_ptr().cast_const(), bytes.len())),
+                Err(error) => {
+                    log::warn!(
+                        "{error}; what isn't pinned is streamed through {BOUNCE_BUFFERS} buffers of {BOUNCE_BYTES} bytes"
+                    );
+                    self.refused_pins = Some(error.to_string());
+                }
+            }
         }
-        let mut buffer = PinnedBuffer::new(&self.context, bytes.len()).map_err(|e| e.to_string())?;
-        buffer.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
-        self.counters.pinned_copy_bytes += bytes.len() as u64;
-        self.counters.pinned_bytes += bytes.len() as u64;
-        let from = buffer.as_ptr().cast_const();
-        self.pinned.insert(key, buffer);
-        Ok((from, bytes.len()))
+        self.pool.take(&self.context).map_err(|e| e.to_string())?;
+        self.unpinned.insert(key, bytes.len() as u64);
+        Ok(Origin::Bounced(self.pool.fills(bytes)))
+    }
+
+    /// The planes of a segment as device addresses at which kernels read it in place: in a registered mapping where that lies
+    /// as kernels need it, else in a pinned copy that is made here.
+    ///
+    /// # Errors
+    /// If neither can be had.
+    pub fn in_place(&mut self, segment: &Segment) -> Result<[u64; 3], String> {
+        let weights = self.weights.clone();
+        let tensor = weights.model().tensors.get(segment.tensor.0).ok_or("no such tensor")?;
+        let mut planes = [0; 3];
+        for (plane, address) in planes.iter_mut().enumerate().take(tensor.format.planes()) {
+            let (bytes, file) = weights.rows(segment.tensor, plane, segment.row, segment.rows)?;
+            if bytes.is_empty() {
+                continue;
+            }
+            let registered = file.filter(|&file| self.registered(file));
+            let known = registered.and_then(|file| self.files.get(&file)).and_then(Option::as_ref);
+            *address = match known.map(|r| r.device(bytes)).filter(|a| a.is_multiple_of(KERNEL_ALIGN)) {
+                Some(at) => at,
+                None => {
+                    let key = PieceKey { tensor: segment.tensor.0, plane, row: segment.row, rows: segment.rows };
+                    let pinned = self.pin(key, bytes).map(|buffer| buffer.device());
+                    pinned.map_err(|e| format!("{}: can't be read in place: {e}", tensor.name))?
+                }
+            };
+        }
+        Ok(planes)
+    }
+
+    /// The pinned copy of some rows, made where there is none.
+    fn pin(&mut self, key: PieceKey, bytes: &[u8]) -> Result<&PinnedBuffer, CudaError> {
+        match self.pinned.entry(key) {
+            Entry::Occupied(known) => Ok(known.into_mut()),
+            Entry::Vacant(vacant) => {
+                let mut buffer = PinnedBuffer::new(&self.context, bytes.len())?;
+                buffer.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+                self.counters.pinned_copy_bytes += bytes.len() as u64;
+                Ok(vacant.insert(buffer))
+            }
+        }
+    }
+
+    /// What is done in another way than it would be, and why, a sentence each.
+    pub fn fallbacks(&self) -> Vec<String> {
+        let mut said: Vec<String> = Vec::new();
+        let copied = self.counters.pinned_copy_bytes;
+        said.extend(self.refusals.iter().map(|reason| format!("not registered: {reason}")));
+        if copied > 0 {
+            said.push(format!(
+                "{copied} bytes of weights have a pinned copy, because their file can't be read in place"
+            ));
+        }
+        if let Some(reason) = &self.refused_pins {
+            let bytes: u64 = self.unpinned.values().sum();
+            let pool = self.pool.pinned_bytes();
+            said.push(format!("{bytes} bytes of weights are streamed through a pool of {pool} pinned bytes: {reason}"));
+        }
+        said
     }
 }

@@ -175,6 +175,15 @@ pub trait Provider: Send {
     /// Records a program.
     fn record(&mut self, program: StepProgram) -> Result<ProgramId, DeviceError>;
 
+    /// Records one of many small programs that together are a step, as a residency policy makes them. A device may make their
+    /// operations one by one where it would keep a graph for a whole step's.
+    ///
+    /// # Errors
+    /// As [`Provider::record`].
+    fn record_small(&mut self, program: StepProgram) -> Result<ProgramId, DeviceError> {
+        self.record(program)
+    }
+
     /// Drops a recorded program and what it holds.
     fn discard(&mut self, id: ProgramId);
 

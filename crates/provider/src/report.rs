@@ -29,7 +29,7 @@ pub struct GraphReport {
     pub captures: u64,
     /// Replays of graphs that compute. A step is one; a step that a residency policy cuts up is several.
     pub replays: u64,
-    /// Operations of a step that were launched outside a graph. Must be 0.
+    /// Operations of a step that were launched outside a graph. Must be 0, but for small programs of a policy's steps.
     pub eager_ops: u64,
     /// Graphs that were dropped to make room for another one.
     pub dropped: u64,

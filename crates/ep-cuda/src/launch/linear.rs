@@ -262,7 +262,10 @@ impl Kernels {
                 self.gemv_shape(format, &args, (rows, per_thread, depth), max_rows, units(per_thread))?
             }
             LinearVariant::Stream { per_thread, depth, warps } => {
-                self.stream_shape(format, &mut args, (per_thread, depth, warps), max_rows, units(4 * per_thread))?
+                let units = units(4 * per_thread);
+                let shape = self.stream_shape(format, &mut args, (per_thread, depth, warps), max_rows, units)?;
+                args.ahead = if queue.ask_ahead { args.ahead } else { 0 };
+                shape
             }
             LinearVariant::Gemm { tiles } => {
                 if !args.x.ld.is_multiple_of(8) {

@@ -39,12 +39,14 @@ pub struct Queue {
     /// weights early, and nothing else: not for weights that a copy on this stream has only just brought. Needs compute
     /// capability 9.0; ignored below.
     pub overlap: bool,
+    /// False where weights lie on the host: bytes that are asked for early could cross the link twice.
+    pub ask_ahead: bool,
 }
 
 impl Queue {
     /// A queue whose kernels start one after the other.
     pub fn plain(stream: CUstream) -> Self {
-        Queue { stream, overlap: false }
+        Queue { stream, overlap: false, ask_ahead: true }
     }
 }
 

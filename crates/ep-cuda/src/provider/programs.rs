@@ -7,11 +7,11 @@ use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::format::Format;
-use headrace_provider::{DeviceError, RangeKind, StepProgram};
+use headrace_provider::{DeviceError, Place, RangeKind, StepProgram};
 
 use super::{CudaProvider, FIXED, SCRATCH, STATE, range_index};
 use crate::attached::{Attached, FixedImage, check_config};
-use crate::bind::Addresses;
+use crate::bind::{Addresses, HostMapped};
 use crate::descriptor::{DescriptorLayout, StepWriter};
 use crate::host_memory::PinnedBuffer;
 use crate::host_weights::HostWeights;
@@ -52,6 +52,17 @@ impl CudaProvider {
         }
     }
 
+    /// The addresses of what a program reads in place on the host.
+    pub(crate) fn host_mapped(&mut self, recorded: &Recorded) -> Result<HostMapped, DeviceError> {
+        let mut addresses = HashMap::new();
+        let Some(uploader) = &mut self.uploader else { return Err(self.context.invalid("no model is attached")) };
+        for segment in recorded.plan.segments().filter(|s| s.place == Place::HostMapped) {
+            let planes = uploader.in_place(segment).map_err(|e| self.context.failed(e))?;
+            addresses.insert((segment.tensor, segment.row, segment.rows), planes);
+        }
+        Ok(addresses)
+    }
+
     pub(super) fn take(&mut self, model: Arc<ModelSpec>, kv: KvGeometry) -> Result<(), DeviceError> {
         check_config(&model, &kv).map_err(|e| self.context.invalid(e))?;
         let weights = HostWeights::new(model.clone()).map_err(|e| self.context.invalid(e))?;
@@ -59,7 +70,7 @@ impl CudaProvider {
             let bytes = weights.transposed_bytes();
             log::info!("{}: {bytes} bytes of column-major weights were transposed", self.context.name());
         }
-        let image = FixedImage::new(&weights).map_err(|e| self.context.invalid(e))?;
+        let image = FixedImage::new(&weights, self.most_positions).map_err(|e| self.context.invalid(e))?;
         self.grow(FIXED, image.bytes.len() as u64, "vectors and rotation tables")?;
         let base = self.arena.base(FIXED);
         self.put(base, &image.bytes)?;
@@ -133,6 +144,8 @@ impl CudaProvider {
             host_layout,
             needs,
             checked: self.unmappings,
+            small: false,
+            fills: Vec::new(),
             graphs: HashMap::new(),
             writer: StepWriter::default(),
             table,
