@@ -189,8 +189,8 @@ impl Engine {
     /// Changes the limit of the live engine, whole or not at all.
     ///
     /// # Errors
-    /// [`EngineError::Budget`] if the new limit can't hold what is needed; [`EngineError::Kv`] if live sequences were promised
-    /// more than it can hold; [`EngineError::Argument`] on a device without a limit. Nothing has changed then.
+    /// `Budget` if the new limit can't hold what is needed; `Kv` if live sequences were promised more than it can hold;
+    /// `Argument` on a device without a limit: see [`crate::EngineError`]. Nothing has changed then.
     pub fn set_vram_limit(&mut self, bytes: u64) -> Result<()> {
         let plan = self.home.plan_for(bytes)?;
         self.land();
