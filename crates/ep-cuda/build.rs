@@ -9,9 +9,11 @@
 //! pip install nvidia-cuda-nvrtc-cu12 && cargo build -p headrace-ep-cuda
 //! ```
 //!
-//! A module whose sources and options are those of its last compilation in this build directory is not compiled again.
+//! A module is compiled once for its source, the headers it includes, its options and the library: the result is kept in
+//! `headrace-ptx` of cargo's target directory, for every profile and feature, or in `HEADRACE_PTX_CACHE`.
 //! `HEADRACE_PTX_TARGETS` (such as `90`, or `80,90`) leaves other targets out, for quick builds while kernels are written.
 
+use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::hash::{Hash, Hasher};
@@ -31,7 +33,15 @@ type Res<T> = Result<T, String>;
 
 fn main() {
     println!("cargo::rerun-if-changed=kernels");
-    for name in ["HEADRACE_NVRTC", "HEADRACE_PTX_TARGETS", "PYO3_PYTHON", "VIRTUAL_ENV", "CUDA_PATH", "CUDA_HOME"] {
+    for name in [
+        "HEADRACE_NVRTC",
+        "HEADRACE_PTX_TARGETS",
+        "HEADRACE_PTX_CACHE",
+        "PYO3_PYTHON",
+        "VIRTUAL_ENV",
+        "CUDA_PATH",
+        "CUDA_HOME",
+    ] {
         println!("cargo::rerun-if-env-changed={name}");
     }
     if let Err(message) = build() {
@@ -57,6 +67,10 @@ fn build() -> Res<()> {
     let targets = targets()?;
     let library = find_nvrtc()?;
     let headers = headers(&dir)?;
+    // OUT_DIR is TARGET/PROFILE/build/PACKAGE/out, with one more level before PROFILE if a platform is named.
+    let cache = env_path("HEADRACE_PTX_CACHE").or_else(|| Some(out.ancestors().nth(4)?.join("headrace-ptx")));
+    let cache = cache.ok_or_else(|| format!("{}: not a build directory of cargo", out.display()))?;
+    std::fs::create_dir_all(&cache).map_err(|e| format!("{}: {e}", cache.display()))?;
     let nvrtc = Nvrtc::load(&library)?;
     let jobs: Vec<(&ModuleSource, u32)> = targets.iter().flat_map(|&t| modules.iter().map(move |m| (m, t))).collect();
 
@@ -69,13 +83,14 @@ fn build() -> Res<()> {
                 while let Some(&(module, target)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let path = out.join(format!("{}.{target}.ptx", module.name));
                     let key = module.key(&headers, &library);
-                    if path.is_file() && std::fs::read_to_string(path.with_extension("key")).is_ok_and(|k| k == key) {
-                        continue;
-                    }
-                    let done = nvrtc
-                        .compile(&dir, module, target)
-                        .and_then(|ptx| write(&path, &ptx))
-                        .and_then(|()| write(&path.with_extension("key"), key.as_bytes()));
+                    let kept = cache.join(format!("{}.{target}.{key}.ptx", module.name));
+                    let done = match std::fs::read(&kept) {
+                        Ok(ptx) => write(&path, &ptx),
+                        Err(_) => nvrtc.compile(&dir, module, target).and_then(|ptx| {
+                            write(&path, &ptx)?;
+                            keep(&kept, &ptx)
+                        }),
+                    };
                     if let (Err(message), Ok(mut errors)) = (done, errors.lock()) {
                         errors.push(message);
                     }
@@ -110,9 +125,11 @@ struct ModuleSource {
 
 impl ModuleSource {
     /// Changes whenever the module's PTX may.
-    fn key(&self, headers: &str, library: &Path) -> String {
+    fn key(&self, headers: &BTreeMap<String, String>, library: &Path) -> String {
+        let mut used = BTreeMap::new();
+        include(&self.text, headers, &mut used);
         let mut hasher = DefaultHasher::new();
-        (&self.text, &self.options, headers, library, OPTIONS).hash(&mut hasher);
+        (&self.text, &self.options, used, library, OPTIONS).hash(&mut hasher);
         format!("{:016x}", hasher.finish())
     }
 }
@@ -134,15 +151,34 @@ fn targets() -> Res<Vec<u32>> {
     Ok(chosen)
 }
 
-/// All headers, one after the other.
-fn headers(dir: &Path) -> Res<String> {
-    let mut paths: Vec<PathBuf> = std::fs::read_dir(dir)
-        .map_err(|e| format!("{}: {e}", dir.display()))?
+/// All headers by name.
+fn headers(dir: &Path) -> Res<BTreeMap<String, String>> {
+    let entries = std::fs::read_dir(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    entries
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|path| path.extension().is_some_and(|e| e == "cuh"))
-        .collect();
-    paths.sort();
-    paths.iter().map(|path| std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))).collect()
+        .map(|path| {
+            let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+            Ok((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), text))
+        })
+        .collect()
+}
+
+/// Collects the headers that `text` includes, and those that they include.
+fn include<'a>(text: &str, headers: &'a BTreeMap<String, String>, used: &mut BTreeMap<&'a str, &'a str>) {
+    let names = text.lines().filter_map(|line| line.strip_prefix("#include \"")?.split('"').next());
+    for (name, text) in names.filter_map(|name| headers.get_key_value(name)) {
+        if used.insert(name, text).is_none() {
+            include(text, headers, used);
+        }
+    }
+}
+
+/// Keeps a compiled module for later builds. Another build may be doing the same.
+fn keep(path: &Path, ptx: &[u8]) -> Res<()> {
+    let own = path.with_extension(format!("{}.{:?}", std::process::id(), std::thread::current().id()));
+    write(&own, ptx)?;
+    std::fs::rename(&own, path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
 /// All modules. A file that mentions `(FORMAT)` gives one for each line of `formats.txt`.

@@ -1,5 +1,6 @@
 //! Compares the CUDA provider with the CPU provider on a real model, bit for bit:
-//! `cargo run --release -p headrace-ep-cuda --example gpu_provider -- MODEL [CARD]`.
+//! `cargo run --release -p headrace-ep-cuda --example gpu_provider -- MODEL [CARD]`, where `random` stands for small random
+//! models of every shape that the persistent one-row kernel distinguishes.
 //!
 //! For each KV layout and width of activations: prompts of 1 to 400 tokens in one step and in chunks, then 64 decode steps,
 //! with every weight resident. Prints `N passed, M failed, K skipped`; without a card everything is skipped, and counted.
@@ -14,14 +15,18 @@ use headrace_kv::geometry::{KvGeometry, KvLayout};
 use headrace_model::ModelSpec;
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::elementwise::KvDtype;
+use headrace_numerics::format::{Format, Nbits, ScaleType, ZeroPoint};
+use headrace_numerics::rope::RopeStyle;
 use headrace_provider::program::PLANE_ALIGN;
 use headrace_provider::{
     Instr, Op, Place, ProgramId, Provider, RangeKind, StepInput, StepOutput, StepProgram, TokenRow,
 };
-use headrace_testing::file_program;
+use headrace_testing::{ModelShape, file_program, random_model};
 
 const PROMPTS: [usize; 8] = [1, 2, 5, 31, 64, 129, 257, 400];
 const DECODES: usize = 64;
+/// A prompt of more than 32 chunks of attention, for random models.
+const LONG: usize = 1130;
 const MAX_ROWS: usize = 400;
 /// Rows of the longest prompt whose logits are compared.
 const MAX_WANTED: usize = 8;
@@ -100,6 +105,62 @@ fn step(positions: std::ops::Range<usize>, tokens: impl Fn(usize) -> u32, pages:
     }
 }
 
+/// Heads alone and in groups, windows, caps, norms, biases, both pairings of RoPE, both scale types, odd counts of steps.
+fn random_shapes() -> Vec<ModelShape> {
+    let format = |scale, zero| Format::Nbits(Nbits { bits: 4, block: 32, scale, zero });
+    let half = format(ScaleType::F16, ZeroPoint::Midpoint);
+    let base = ModelShape {
+        vocab: 1003,
+        hidden: 512,
+        heads: 8,
+        kv_heads: 2,
+        head_dim: 64,
+        rope_dims: 64,
+        ffn: 1024,
+        layers: 3,
+        formats: vec![half],
+        max_context: 2048,
+        ..ModelShape::default()
+    };
+    vec![
+        ModelShape { bias: true, ..base.clone() },
+        ModelShape {
+            heads: 4,
+            kv_heads: 4,
+            head_dim: 128,
+            rope_dims: 128,
+            qk_norm: true,
+            window: Some(50),
+            ..base.clone()
+        },
+        ModelShape { heads: 16, kv_heads: 1, head_dim: 32, rope_dims: 16, softcap: 20.0, ffn: 2816, ..base.clone() },
+        ModelShape {
+            heads: 5,
+            kv_heads: 1,
+            hidden: 1280,
+            head_dim: 256,
+            rope_dims: 256,
+            rope: RopeStyle::Interleaved,
+            tied: true,
+            fused: true,
+            formats: vec![format(ScaleType::F32, ZeroPoint::TwosComplement)],
+            ..base.clone()
+        },
+        ModelShape {
+            heads: 8,
+            kv_heads: 4,
+            head_dim: 96,
+            rope_dims: 96,
+            window: Some(333),
+            bias: true,
+            qk_norm: true,
+            ..base.clone()
+        },
+        // Some matrices in a format that only the other kernels serve.
+        ModelShape { formats: vec![half, Format::Q8_0, format(ScaleType::F16, ZeroPoint::TwosComplement)], ..base },
+    ]
+}
+
 #[derive(Default)]
 struct Tally {
     passed: usize,
@@ -120,7 +181,13 @@ impl Tally {
 }
 
 /// Every prompt and its decode steps on one pair of devices, twice: the second time finds everything captured.
-fn configuration(model: &Arc<ModelSpec>, card: usize, layout: KvLayout, tally: &mut Tally) -> Outcome<()> {
+fn configuration(
+    model: &Arc<ModelSpec>,
+    card: usize,
+    layout: KvLayout,
+    prompts: &[usize],
+    tally: &mut Tally,
+) -> Outcome<()> {
     let config = &model.config;
     let kv = KvGeometry {
         layers: model.layers.len(),
@@ -130,7 +197,7 @@ fn configuration(model: &Arc<ModelSpec>, card: usize, layout: KvLayout, tally: &
         layout,
         page_tokens: KvGeometry::DEFAULT_PAGE_TOKENS,
     };
-    let pages = kv.pages_for(MAX_ROWS + DECODES);
+    let pages = kv.pages_for(LONG + DECODES);
     let mut cpu = CpuProvider::new(CpuOptions::default())?;
     let mut cuda = CudaProvider::open(card)?;
     prepare(&mut cpu, model, kv, pages)?;
@@ -155,8 +222,8 @@ fn configuration(model: &Arc<ModelSpec>, card: usize, layout: KvLayout, tally: &
         let file = file_program(model, MAX_ROWS, MAX_WANTED, width, 1);
         let on_cpu = record(&mut cpu, model, file)?;
         for repeat in 0..2 {
-            for prompt in PROMPTS {
-                for chunk in [prompt, prompt.div_ceil(3)] {
+            for &prompt in prompts {
+                for chunk in [prompt.min(MAX_ROWS), prompt.div_ceil(3)] {
                     let what = format!("{layout:?} {width:?} prompt {prompt} in chunks of {chunk}, time {repeat}");
                     let mut result = Ok(());
                     let mut last = 0;
@@ -169,7 +236,7 @@ fn configuration(model: &Arc<ModelSpec>, card: usize, layout: KvLayout, tally: &
                         }
                     }
                     tally.note(&what, result);
-                    if chunk != prompt || repeat == 1 && prompt > 64 {
+                    if chunk != prompt.min(MAX_ROWS) || repeat == 1 && prompt > 64 {
                         continue;
                     }
                     let mut result = Ok(());
@@ -209,9 +276,18 @@ fn main() -> Outcome<()> {
         Ok(provider) => {
             println!("{:?}", provider.info());
             drop(provider);
-            let model = Arc::new(headrace_model::load(Path::new(&path))?.spec);
-            for layout in LAYOUTS {
-                configuration(&model, card, layout, &mut tally)?;
+            if path == "random" {
+                for (n, shape) in random_shapes().iter().enumerate() {
+                    let model = Arc::new(random_model(n as u64 + 1, shape));
+                    println!("shape {n}: {shape:?}");
+                    let layout = LAYOUTS[n % 2];
+                    configuration(&model, card, layout, &[1, 3, 40, 400, LONG], &mut tally)?;
+                }
+            } else {
+                let model = Arc::new(headrace_model::load(Path::new(&path))?.spec);
+                for layout in LAYOUTS {
+                    configuration(&model, card, layout, &PROMPTS, &mut tally)?;
+                }
             }
         }
         Err(problem) => {

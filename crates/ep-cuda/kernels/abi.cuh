@@ -67,6 +67,32 @@ struct AttentionArgs {
     u32 window, chunks;
 };
 
+struct ChainSegment { const u8 *codes, *scales, *bias; u32 rows, column, before, accumulate; };
+
+struct ChainLinear {
+    const ChainSegment* segment;
+    Activation x;
+    const float* src;
+    const u8* weight;
+    float* out;
+    u32 segments, units, base, flip;
+    float eps;
+    u32 kv;
+};
+
+struct ChainTask { u32 kind, index; };
+
+struct ChainArgs {
+    StepRef step;
+    const ChainTask* task;
+    const ChainLinear* linear;
+    const AttentionArgs* attention;
+    const RopeArgs* rope;
+    const QuantiseArgs* activation;
+    u32* barrier;
+    u32 tasks, linears, area, slots;
+};
+
 struct ArgmaxResult { u32 token, bad; };
 struct ArgmaxScratch { u64 key; u32 bad, done; };
 
@@ -83,6 +109,8 @@ struct ArgmaxArgs {
 
 struct ProbeArgs { const uint4* source; u64 count; u32* sink; };
 
+static_assert(sizeof(ChainSegment) == 40 && sizeof(ChainLinear) == 88 && sizeof(ChainTask) == 8, "abi");
+static_assert(sizeof(ChainArgs) == 96, "abi");
 static_assert(sizeof(ProbeArgs) == 24, "abi");
 static_assert(sizeof(StepRef) == 32 && sizeof(Activation) == 32 && sizeof(LinearSegment) == 48, "abi");
 static_assert(sizeof(LinearArgs) == 104 + 48 * MAX_SEGMENTS && sizeof(QuantiseArgs) == 112, "abi");

@@ -3,49 +3,14 @@
 //
 // Launch: block 256, grid (parts, token rows). Every block of a row computes the row's norm for itself (a row is read from
 // the cache) and then makes the blocks part * 8 + warp, ... of it: one warp a block of 32.
-#include "common.cuh"
-
-// Quantises one block of 32, one element a lane. Writes block k of row r.
-template <bool W16> __device__ __forceinline__ void quantise_block(const QuantiseArgs& a, u32 r, u32 k, float v) {
-    const float max_code = W16 ? 32512.0f : 127.0f;
-    const u32 lane = threadIdx.x & 31;
-    // The largest pattern without sign: infinity and NaN are larger than every finite magnitude.
-    u32 bits = __float_as_uint(v) & 0x7fffffffu;
-#if __CUDA_ARCH__ >= 800
-    bits = __reduce_max_sync(FULL, bits);
-#else
-#pragma unroll
-    for (int n = 16; n > 0; n >>= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, n));
-#endif
-    const float amax = __uint_as_float(bits), inv = __fdiv_rn(max_code, amax);
-    float d = 0.0f;
-    int q = 0;
-    if (bits >= 0x7f800000u) {
-        d = amax;
-    } else if ((__float_as_uint(inv) & 0x7fffffffu) < 0x7f800000u) {
-        d = __fdiv_rn(amax, max_code);
-        q = __float2int_rn(__fmul_rn(v, inv));
-    }
-    int sum = q;
-#pragma unroll
-    for (int n = 16; n > 0; n >>= 1) sum += __shfl_xor_sync(FULL, sum, n);
-    const size_t at = (size_t)k * a.out.ld + r;
-    if (W16) {
-        int high = (q + 128) >> 8;
-        a.out.codes[at * 64 + lane] = (u8)high;
-        a.out.codes[at * 64 + 32 + lane] = (u8)(q - 256 * high);
-    } else {
-        a.out.codes[at * 32 + lane] = (u8)q;
-    }
-    if (lane == 0) a.out.steps[at] = make_int2(__float_as_int(d), sum);
-}
+#include "activation.cuh"
 
 // Element i of the activation, stored as a float and as part of its block.
 template <bool W16>
 __device__ __forceinline__ void emit(const QuantiseArgs& a, u32 r, u32 k, float v) {
     const u32 i = k * 32 + (threadIdx.x & 31);
     if (a.floats && i < a.out.cols) a.out.floats[(size_t)r * a.out.cols + i] = v;
-    if (a.codes) quantise_block<W16>(a, r, k, v);
+    if (a.codes) quantise_block<W16>(a.out, r, k, v);
 }
 
 // `1 / sqrt(sum of squares / n + eps)` of a row: 256 lanes, one a thread; the tree. All threads get it.
@@ -111,7 +76,7 @@ template <bool W16, bool SWIGLU> __device__ __forceinline__ void plain(const Qua
         float v = 0.0f;
         if (i < n) {
             v = x[i];
-            if (SWIGLU) v = __fmul_rn(__fdiv_rn(v, __fadd_rn(1.0f, contract_exp(-v))), x[n + i]);
+            if (SWIGLU) v = swiglu(v, x[n + i]);
         }
         emit<W16>(a, r, k, v);
     }

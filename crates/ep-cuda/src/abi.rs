@@ -3,6 +3,8 @@
 //!
 //! Every pointer is a device address (`0` for none). Floats are binary32, little-endian.
 
+use zerocopy::{Immutable, IntoBytes};
+
 /// Columns of one activation block.
 pub const BLOCK: usize = 32;
 
@@ -46,7 +48,7 @@ pub struct StepRow {
 
 /// Where the parts of the step descriptor lie. Fixed for the life of a graph.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, IntoBytes, Immutable)]
 pub struct StepRef {
     /// [`StepHeader`].
     pub header: u64,
@@ -64,7 +66,7 @@ pub struct StepRef {
 /// activations only, the low bytes. `steps` is `[blocks][ld]` of `{ f32 d; i32 sum of the codes }`.
 /// `floats` is `[ld][cols]`, written and read only where an unquantised matrix follows.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, IntoBytes, Immutable)]
 pub struct Activation {
     /// Codes, or 0.
     pub codes: u64,
@@ -145,7 +147,7 @@ pub struct LinearArgs {
 
 /// Argument of the kernels that make an activation.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, IntoBytes, Immutable)]
 pub struct QuantiseArgs {
     /// Step descriptor.
     pub step: StepRef,
@@ -201,7 +203,7 @@ pub struct EmbedArgs {
 
 /// Where keys and values are, and the sizes of a page: `headrace_kv::KvGeometry` for one layer, in elements.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, IntoBytes, Immutable)]
 pub struct KvRef {
     /// Start of the KV range.
     pub base: u64,
@@ -223,7 +225,7 @@ pub struct KvRef {
 
 /// Argument of the RoPE kernel.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, IntoBytes, Immutable)]
 pub struct RopeArgs {
     /// Step descriptor.
     pub step: StepRef,
@@ -259,7 +261,7 @@ pub struct RopeArgs {
 
 /// Argument of the attention kernels.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, IntoBytes, Immutable)]
 pub struct AttentionArgs {
     /// Step descriptor.
     pub step: StepRef,
@@ -300,6 +302,92 @@ impl AttentionArgs {
     pub const fn partials_bytes(rows: usize, heads: usize, chunks: usize, head_dim: usize) -> usize {
         rows * heads * chunks * (head_dim + 2) * 4
     }
+}
+
+/// A run of whole rows of a weight matrix in a chain.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, IntoBytes, Immutable)]
+pub struct ChainSegment {
+    /// Codes, `[rows][cols / 32][16]` bytes.
+    pub codes: u64,
+    /// Scales, `[rows][cols / 32]`.
+    pub scales: u64,
+    /// Bias of the segment's first row, binary32, or 0.
+    pub bias: u64,
+    /// Rows.
+    pub rows: u32,
+    /// Column of the output that the first row goes to.
+    pub column: u32,
+    /// Units of the segments before it in the matrix.
+    pub before: u32,
+    /// 1 to add what the output holds.
+    pub accumulate: u32,
+}
+
+/// One linear layer of a chain, or several that read the same activation.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, IntoBytes, Immutable)]
+pub struct ChainLinear {
+    /// [`ChainSegment`]s.
+    pub segment: u64,
+    /// Activation; its codes are read only if there is no `src`.
+    pub x: Activation,
+    /// Row whose norm is the activation, or 0.
+    pub src: u64,
+    /// Norm weight, binary32.
+    pub weight: u64,
+    /// Output row.
+    pub out: u64,
+    /// Number of segments.
+    pub segments: u32,
+    /// Units of all of them.
+    pub units: u32,
+    /// Units that every block may have had of the layers before.
+    pub base: u32,
+    /// As in [`LinearArgs`].
+    pub flip: u32,
+    /// Epsilon of the norm.
+    pub eps: f32,
+    /// Index of the attention that follows, and one, whose pages are asked for early; 0 for none.
+    pub kv: u32,
+}
+
+/// A task of a chain: what kind, and which of its kind.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, IntoBytes, Immutable)]
+pub struct ChainTask {
+    /// `ChainKind` of chain.cuh: 0 linear, 1 attention over chunks, 2 their combination and quantisation, 3 SwiGLU.
+    pub kind: u32,
+    /// Index into the list of that kind.
+    pub index: u32,
+}
+
+/// Argument of the chain kernels. The lists are in device memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ChainArgs {
+    /// Step descriptor, of one row.
+    pub step: StepRef,
+    /// [`ChainTask`]s.
+    pub task: u64,
+    /// [`ChainLinear`]s, in the order of the tasks.
+    pub linear: u64,
+    /// [`AttentionArgs`], whose partial results hold every chunk.
+    pub attention: u64,
+    /// [`RopeArgs`] of the same layers.
+    pub rope: u64,
+    /// [`QuantiseArgs`]: of attention's output where attention has the same index, else of SwiGLU.
+    pub activation: u64,
+    /// Two `u32`, zero between launches.
+    pub barrier: u64,
+    /// Number of tasks.
+    pub tasks: u32,
+    /// Number of linear layers.
+    pub linears: u32,
+    /// Bytes of shared memory before the rings (chosen by the launch).
+    pub area: u32,
+    /// Chunks that a block attends to at once (chosen by the launch).
+    pub slots: u32,
 }
 
 /// The greedy choice of one wanted row.
@@ -380,6 +468,8 @@ const _: () = {
     assert!(size_of::<KvRef>() == 48);
     assert!(size_of::<RopeArgs>() == 152 && std::mem::offset_of!(RopeArgs, qkv) == 80);
     assert!(size_of::<AttentionArgs>() == 144 && std::mem::offset_of!(AttentionArgs, heads) == 112);
+    assert!(size_of::<ChainSegment>() == 40 && size_of::<ChainLinear>() == 88 && size_of::<ChainTask>() == 8);
+    assert!(size_of::<ChainArgs>() == 96);
     assert!(size_of::<ArgmaxArgs>() == 88);
     assert!(size_of::<ArgmaxResult>() == 8);
     assert!(size_of::<ProbeArgs>() == 24);

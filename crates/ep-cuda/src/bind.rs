@@ -12,10 +12,11 @@ use headrace_numerics::rope::RopeStyle;
 use headrace_provider::{Buffer, Place, RowSet, Segment};
 
 use crate::abi::{
-    Activation, ArgmaxArgs, AttentionArgs, EmbedArgs, FloatType, KvRef, LinearArgs, LinearSegment, MAX_SEGMENTS,
-    QuantiseArgs, RopeArgs, StepRef,
+    Activation, ArgmaxArgs, AttentionArgs, ChainArgs, EmbedArgs, FloatType, KvRef, LinearArgs, LinearSegment,
+    MAX_SEGMENTS, QuantiseArgs, RopeArgs, StepRef,
 };
 use crate::buckets::GraphKey;
+use crate::launch::ChainShape;
 use crate::plan::{ActivationTask, LinearTask, Source, Task, slab};
 
 /// Which kernel, with its argument.
@@ -37,6 +38,8 @@ pub enum Launch {
     Attention(AttentionArgs),
     /// Arg-maxima.
     Argmax(ArgmaxArgs),
+    /// Many tasks of a one-row step at once.
+    Chain(Format, ChainShape, ChainArgs),
     /// Results to the host, and the flag.
     Report(ArgmaxArgs),
 }

@@ -8,9 +8,10 @@ use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::format::Format;
 
 use crate::bind::Launch;
+use crate::chain::Area;
 use crate::context::Context;
 use crate::driver::{CudaError, DriverProblem};
-use crate::launch::{Kernels, LaunchError, Queue, Source};
+use crate::launch::{ChainShape, Kernels, LaunchError, Queue, Source};
 use crate::launcher::{How, Launcher};
 use crate::stream::Stream;
 
@@ -65,6 +66,10 @@ impl Launcher for KernelLauncher {
         prepared.map_err(|e| e.to_string())
     }
 
+    fn chain_shape(&self, width: ActivationWidth, format: Format, area: &Area) -> Option<ChainShape> {
+        self.kernels.get(&key(width))?.chain_shape(format, area)
+    }
+
     fn launch(&self, stream: &Stream, launch: &Launch, how: How) -> Result<(), String> {
         let How { rows, width, overlap, ask_ahead } = how;
         let kernels = self.kernels.get(&key(width)).ok_or("the kernels were not loaded")?;
@@ -84,6 +89,7 @@ impl Launcher for KernelLauncher {
                 Launch::Rope(args) => kernels.rope_append(queue, args, rows),
                 Launch::Attention(args) => kernels.attention(queue, kernels.attention_form(args, rows), args, rows),
                 Launch::Argmax(args) => kernels.argmax(queue, args, rows),
+                Launch::Chain(format, shape, args) => kernels.chain(queue, *format, shape, args),
                 Launch::Report(args) => kernels.report(queue, args),
             }
         };

@@ -4,6 +4,8 @@ use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::format::Format;
 
 use crate::bind::Launch;
+use crate::chain::Area;
+use crate::launch::ChainShape;
 use crate::stream::Stream;
 
 /// Something that launches kernels on a stream.
@@ -13,6 +15,11 @@ pub trait Launcher: Send {
 
     /// Loads what launches of these formats and this width of activations need, so that nothing is loaded in a capture.
     fn prepare(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), String>;
+
+    /// How a chain with weights of `format` would be launched; `None` if it has to be launched task by task.
+    fn chain_shape(&self, _width: ActivationWidth, _format: Format, _area: &Area) -> Option<ChainShape> {
+        None
+    }
 
     /// Queues one launch. Allocates nothing on the device.
     fn launch(&self, stream: &Stream, launch: &Launch, how: How) -> Result<(), String>;

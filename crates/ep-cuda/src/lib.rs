@@ -4,7 +4,7 @@
 //! `abi` holds what the host and the kernels share, `ptx` the embedded device code, `launch` one function a kernel.
 //! `driver`, `context`, `stream`, `events` wrap the driver; `clock` keeps the device's time; `physical`, `granules`, `arena` are device memory;
 //! `host_memory`, `host_weights`, `upload`, `bounce` are where weights come from; `faults` are refusals for tests. A program becomes a `plan`, which `bind` turns into
-//! kernel arguments, `kernel_launcher` launches and `graph` captures; `recorded` holds what a program owns, `step` runs one step, `provider` ties it
+//! kernel arguments (for one row mostly `chain`s of them), `kernel_launcher` launches and `graph` captures; `recorded` holds what a program owns, `step` runs one step, `provider` ties it
 //! together.
 
 pub mod abi;
@@ -13,6 +13,7 @@ mod attached;
 pub mod bind;
 mod bounce;
 pub mod buckets;
+pub mod chain;
 pub mod clock;
 pub mod context;
 pub mod descriptor;

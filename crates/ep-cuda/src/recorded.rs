@@ -1,6 +1,7 @@
 //! A recorded program: its plan, its memory, and the graphs that were captured of it.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use headrace_model::ModelSpec;
 use headrace_model::spec::TensorId;
@@ -10,9 +11,10 @@ use headrace_provider::program::PLANE_ALIGN;
 use headrace_provider::{Buffer, Place, RangeKind, Segment, StepProgram};
 
 use crate::abi::{Activation, ArgmaxArgs, ArgmaxResult};
-use crate::bind::leading_rows;
+use crate::bind::{Launch, leading_rows};
 use crate::bounce::Fill;
 use crate::buckets::{GraphKey, PARTIALS_BYTES, attention_chunks, bucket, partials_bytes};
+use crate::chain::Chain;
 use crate::descriptor::{DescriptorLayout, Serial, StepWriter};
 use crate::graph::StepGraph;
 use crate::host_memory::PinnedBuffer;
@@ -49,6 +51,9 @@ impl ScratchLayout {
     }
 }
 
+/// The lists of a program's chains take a multiple of this.
+const LISTS_BYTES: u64 = 128 << 10;
+
 /// Offsets in a program's region of the state range: what must keep its value from step to step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StateLayout {
@@ -62,13 +67,15 @@ pub struct StateLayout {
     pub scratch: u64,
     /// Results of the arg-maximum.
     pub results: u64,
+    /// Lists of the chains, one after the other.
+    pub chains: u64,
     /// Bytes of all of it.
     pub bytes: u64,
 }
 
 impl StateLayout {
     /// What a program needs.
-    pub fn new(descriptor: &DescriptorLayout, model: &ModelSpec) -> StateLayout {
+    pub fn new(descriptor: &DescriptorLayout, model: &ModelSpec, chains: &[Chain]) -> StateLayout {
         let (rows, wanted) = (descriptor.max_rows as u64, descriptor.max_wanted.max(1) as u64);
         let mut cursor = Cursor::default();
         let at = cursor.take(descriptor.bytes() as u64);
@@ -76,7 +83,9 @@ impl StateLayout {
         let tickets = cursor.take(rows.saturating_mul(model.config.kv_heads as u64 * 4));
         let scratch = cursor.take(wanted * ArgmaxArgs::SCRATCH_BYTES as u64);
         let results = cursor.take(wanted * size_of::<ArgmaxResult>() as u64);
-        StateLayout { descriptor: at, feedback, tickets, scratch, results, bytes: cursor.bytes() }
+        // Placements differ in their lists; the regions of their programs should still fit one another's place.
+        let lists = cursor.take(chains.iter().map(Chain::bytes).sum::<u64>().next_multiple_of(LISTS_BYTES));
+        StateLayout { descriptor: at, feedback, tickets, scratch, results, chains: lists, bytes: cursor.bytes() }
     }
 
     /// The region's first contents: zero, but for the scratch of the arg-maximum.
@@ -158,6 +167,8 @@ pub struct Recorded {
     pub program: StepProgram,
     /// What is captured.
     pub plan: CapturePlan,
+    /// What is launched instead of runs of actions, in steps of one row.
+    pub chains: Vec<(Range<usize>, Launch)>,
     /// The descriptor.
     pub descriptor: DescriptorLayout,
     /// Scratch.

@@ -177,7 +177,18 @@ impl StepParts<'_> {
         let width = recorded.program.activations;
         let (streams, launcher) = (self.streams, self.launcher);
         let follows = std::cell::Cell::new(false);
+        let mut number = 0;
         let issue = |action: &Action| -> Result<(), CaptureError> {
+            let chain = recorded.chains.iter().find(|(actions, _)| key.rows == 1 && actions.contains(&number));
+            number += 1;
+            if let Some((actions, launch)) = chain {
+                if actions.start + 1 == number {
+                    let how = How { rows: 1, width, overlap: false, ask_ahead: false };
+                    launcher.launch(&streams.compute, launch, how).map_err(CaptureError::Other)?;
+                }
+                follows.set(false);
+                return Ok(());
+            }
             match action {
                 Action::Launch(task) => {
                     for (launch, rows) in binder.bind(task).map_err(CaptureError::Other)? {

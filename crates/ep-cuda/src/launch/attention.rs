@@ -162,9 +162,7 @@ fn simple_bytes(form: AttentionForm, dim: usize, group: usize) -> usize {
 
 /// Dynamic shared memory of attention_tile.cu.
 fn tile_bytes(dim: usize, group: usize) -> usize {
-    // Queries, keys, values, weights, values on their way, maxima and sums.
-    let floats = TILE_ROWS * (group * dim + 8) + 32 * (dim + 8) + 32 * dim + TILE_ROWS * (group * 32 + 8 + 2 * group);
-    4 * floats + 32 * dim * 2
+    4 * (TILE_ROWS * (group * dim + 8) + 32 * (dim + 8) + 32 * dim + TILE_ROWS * (group * 32 + 8))
 }
 
 /// Dynamic shared memory of attention_rows.cu.

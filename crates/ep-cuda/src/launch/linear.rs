@@ -13,6 +13,7 @@ use self::dots::{GEMV, STREAM, STREAM_WARPS};
 use self::formats::{is_hot, is_piped};
 use self::pipe::PIPE;
 use self::tile::{TILE, WIDE, is_tiled, is_wide};
+use super::chain::ChainKernels;
 use super::module::Loader;
 use super::{Kernels, LaunchError, Queue, Shape, launch};
 use crate::abi::{Activation, EmbedArgs, LinearArgs, LinearSegment, MAX_SEGMENTS};
@@ -127,6 +128,7 @@ impl LinearVariant {
 #[derive(Debug)]
 pub(super) struct FormatKernels {
     linear: Vec<(LinearVariant, CUfunction)>,
+    pub(super) chain: ChainKernels,
     embed: CUfunction,
 }
 
@@ -196,7 +198,7 @@ impl FormatKernels {
         } else {
             loader.function("embed_dense", &format!("embed_{class}"))?
         };
-        Ok(FormatKernels { linear, embed })
+        Ok(FormatKernels { linear, chain: super::chain::load(loader, format, width, capability)?, embed })
     }
 }
 

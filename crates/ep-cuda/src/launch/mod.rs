@@ -5,6 +5,7 @@
 
 mod activation;
 mod attention;
+mod chain;
 mod linear;
 mod module;
 
@@ -15,6 +16,7 @@ use cudarc::driver::sys::{self, CUfunction, CUstream};
 
 pub use activation::Source;
 pub use attention::AttentionForm;
+pub use chain::ChainShape;
 pub use linear::{LinearVariant, format_params};
 pub use module::Kernels;
 
@@ -58,11 +60,38 @@ struct Shape {
     shared: usize,
 }
 
+/// How a launch follows the one before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Follow {
+    /// After its end.
+    After,
+    /// It may start before its end ([`Queue::overlap`]).
+    Overlap,
+    /// After its end, and all its blocks run at once.
+    Together,
+}
+
 /// Launches `f` with one argument struct.
 ///
 /// # Safety
 /// `f` takes an `A` by value, and every device address in it stays valid until the kernel has run.
 unsafe fn launch<A: Copy>(f: CUfunction, shape: Shape, queue: Queue, args: &A) -> Result<(), LaunchError> {
+    let follow = if queue.overlap { Follow::Overlap } else { Follow::After };
+    // SAFETY: by this function's contract.
+    unsafe { launch_as(f, shape, queue.stream, follow, args) }
+}
+
+/// [`launch`], with every way to follow.
+///
+/// # Safety
+/// As for [`launch`].
+unsafe fn launch_as<A: Copy>(
+    f: CUfunction,
+    shape: Shape,
+    stream: CUstream,
+    follow: Follow,
+    args: &A,
+) -> Result<(), LaunchError> {
     let Shape { grid, block, shared } = shape;
     if grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
         return Ok(());
@@ -75,32 +104,16 @@ unsafe fn launch<A: Copy>(f: CUfunction, shape: Shape, queue: Queue, args: &A) -
     let shared = dim(shared, 1 << 20)?;
     let mut copy = *args;
     let mut params = [(&raw mut copy).cast::<c_void>()];
-    if !queue.overlap {
-        // SAFETY: by this function's contract; the driver copies the argument before it returns.
-        unsafe {
-            sys::cuLaunchKernel(
-                f,
-                x,
-                y,
-                z,
-                block,
-                1,
-                1,
-                shared,
-                queue.stream,
-                params.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        }
-        .result()?;
-        return Ok(());
-    }
     let mut attribute = sys::CUlaunchAttribute {
         id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
         pad: [0; 4],
         value: sys::CUlaunchAttributeValue { pad: [0; 64] },
     };
     attribute.value.programmaticStreamSerializationAllowed = 1;
+    if follow == Follow::Together {
+        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+        attribute.value.cooperative = 1;
+    }
     let config = sys::CUlaunchConfig {
         gridDimX: x,
         gridDimY: y,
@@ -109,11 +122,12 @@ unsafe fn launch<A: Copy>(f: CUfunction, shape: Shape, queue: Queue, args: &A) -
         blockDimY: 1,
         blockDimZ: 1,
         sharedMemBytes: shared,
-        hStream: queue.stream,
+        hStream: stream,
         attrs: &mut attribute,
-        numAttrs: 1,
+        numAttrs: u32::from(follow != Follow::After),
     };
-    // SAFETY: as above; the attribute outlives the call.
+    // SAFETY: by this function's contract; the attribute outlives the call, and the driver copies the argument before it
+    // returns.
     unsafe { sys::cuLaunchKernelEx(&config, f, params.as_mut_ptr(), std::ptr::null_mut()) }.result()?;
     Ok(())
 }

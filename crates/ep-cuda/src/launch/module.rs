@@ -31,6 +31,8 @@ pub struct Kernels {
     pub(super) shared_all: usize,
     /// Ten times major plus minor compute capability.
     pub(super) capability: u32,
+    /// True if all blocks of a launch can be made to run at once.
+    pub(super) cooperative: bool,
     loader: Loader,
 }
 
@@ -128,6 +130,7 @@ impl Kernels {
             shared_most,
             shared_all: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,
             capability: major * 10 + minor,
+            cooperative: get(Attribute::CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH)? != 0,
             loader,
         })
     }

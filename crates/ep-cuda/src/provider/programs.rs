@@ -10,15 +10,24 @@ use headrace_numerics::format::Format;
 use headrace_provider::{DeviceError, Place, RangeKind, StepProgram};
 
 use super::{CudaProvider, FIXED, SCRATCH, STATE, range_index};
+use crate::abi::{Activation, BLOCK};
 use crate::attached::{Attached, FixedImage, check_config};
-use crate::bind::{Addresses, HostMapped};
+use crate::bind::{Addresses, Binder, HostMapped, Launch};
+use crate::buckets::{GraphKey, PARTIALS_BYTES, attention_chunks};
+use crate::chain::{Chain, chains};
 use crate::descriptor::{DescriptorLayout, StepWriter};
 use crate::host_memory::PinnedBuffer;
 use crate::host_weights::HostWeights;
-use crate::plan::plan;
+use crate::launch::ChainShape;
+use crate::plan::{CapturePlan, plan};
 use crate::recorded::{HostLayout, Recorded, ScratchLayout, StateLayout, buffer_offsets, formats, needs};
 use crate::regions::Regions;
 use crate::upload::Uploader;
+
+/// Chunks of positions that the chains of a program keep partial results for: every one of the longest context.
+fn chain_chunks(model: &ModelSpec, positions: usize) -> usize {
+    attention_chunks(1, model.config.heads, model.config.head_dim, positions, PARTIALS_BYTES)
+}
 
 impl CudaProvider {
     /// The addresses that the graphs of a program are captured with.
@@ -105,7 +114,9 @@ impl CudaProvider {
         let descriptor = DescriptorLayout::new(program, &attached.geometry, positions, store_pages);
         let granule = self.arena.granule();
         let scratch = ScratchLayout::new(&plan, program, model, positions).bytes.next_multiple_of(granule);
-        let state = Regions::bytes_of(StateLayout::new(&descriptor, model).bytes, programs).next_multiple_of(granule);
+        let chains = chains(&plan, model, &attached.geometry, chain_chunks(model, positions));
+        let state = StateLayout::new(&descriptor, model, &chains).bytes;
+        let state = Regions::bytes_of(state, programs).next_multiple_of(granule);
         Ok(scratch.saturating_add(state))
     }
 
@@ -126,16 +137,19 @@ impl CudaProvider {
         let host_bytes = usize::try_from(host_layout.bytes).map_err(|e| self.context.invalid(e.to_string()))?;
         let host = PinnedBuffer::new(&self.context, host_bytes)
             .map_err(|e| self.context.no_memory("pinned host memory", host_layout.bytes, e))?;
-        let state = StateLayout::new(&descriptor, &model);
+        let mut chains = chains(&plan, &model, &geometry, chain_chunks(&model, positions));
+        chains.retain(|chain| self.chain_shape(chain, &plan, &model, program.activations).is_some());
+        let state = StateLayout::new(&descriptor, &model, &chains);
         let (before, state_offset) = (self.states.clone(), self.states.take(state.bytes));
         if let Err(error) = self.grow(STATE, self.states.end(), "a program's descriptor and results") {
             self.states = before;
             return Err(error);
         }
         // From here on the region has an owner that gives it back.
-        let recorded = Recorded {
+        let mut recorded = Recorded {
             program,
             plan,
+            chains: Vec::new(),
             descriptor,
             scratch,
             state,
@@ -152,13 +166,60 @@ impl CudaProvider {
             serial: 0,
             chosen: 0,
         };
-        let image = recorded.state.image(recorded.program.max_wanted);
+        let mut image = recorded.state.image(recorded.program.max_wanted);
         let to = self.arena.base(STATE) + state_offset;
-        if let Err(error) = self.put(to, &image) {
+        let linked = self.link(&mut recorded, &chains, &model, &mut image);
+        if let Err(error) = linked.and_then(|()| self.put(to, &image)) {
             self.forget(recorded);
             return Err(error);
         }
         Ok(recorded)
+    }
+
+    fn chain_shape(
+        &self,
+        chain: &Chain,
+        plan: &CapturePlan,
+        model: &ModelSpec,
+        width: ActivationWidth,
+    ) -> Option<ChainShape> {
+        let block_bytes = Activation::codes_bytes(BLOCK, 1, width == ActivationWidth::Int16);
+        self.launcher.chain_shape(width, chain.format, &chain.area(plan, model, block_bytes))
+    }
+
+    /// Writes the lists of a program's chains into the image of its region.
+    fn link(
+        &self,
+        recorded: &mut Recorded,
+        chains: &[Chain],
+        model: &ModelSpec,
+        image: &mut [u8],
+    ) -> Result<(), DeviceError> {
+        let Some(attached) = &self.attached else { return Err(self.context.invalid("no model is attached")) };
+        let addresses = self.addresses(recorded, model);
+        let binder = Binder {
+            model,
+            geometry: &attached.geometry,
+            at: &addresses,
+            width: recorded.program.activations,
+            slot_bytes: recorded.program.slot_bytes,
+            key: GraphKey { rows: 1, wanted: 1, chunks: chain_chunks(model, attached.positions) },
+        };
+        let mut offset = recorded.state.chains;
+        for chain in chains {
+            let Some(shape) = self.chain_shape(chain, &recorded.plan, model, recorded.program.activations) else {
+                continue;
+            };
+            let at = self.arena.base(STATE) + recorded.state_offset + offset;
+            let lists = chain.lists(&recorded.plan, &binder, at, shape.blocks);
+            let (bytes, args) = lists.map_err(|e| self.context.invalid(e))?;
+            if let Some(to) = image.get_mut(offset as usize..offset as usize + bytes.len()) {
+                to.copy_from_slice(&bytes);
+            }
+            recorded.chains.push((chain.actions.clone(), Launch::Chain(chain.format, shape, args)));
+            offset += chain.bytes();
+        }
+        Ok(())
     }
 
     /// Waits for the streams and gives back what a program holds.
