@@ -39,16 +39,27 @@ PROMPT = [(7 * i) % 1000 + 3 for i in range(16)]
 class Sweep:
     """The device, the clock's ceilings, and what was found."""
 
-    def __init__(self, device: str, link: float, hbm: float) -> None:
-        self.device, self.link, self.hbm = device, link * 1e9, hbm * 1e9
+    def __init__(self, device: str, link: float, hbm: float, file: Path) -> None:
+        self.device, self.link, self.hbm, self.file = device, link * 1e9, hbm * 1e9, file
         self.rows: dict[str, list[Row]] = {part: [] for part in PARTS}
+        self.failed, self.seconds = "", dict[str, float]()
 
     def load(self, path: Path, **options: Any) -> headrace.Engine:
         return headrace.Engine.load(path, device=self.device, **options)  # type: ignore[arg-type]
 
     def add(self, part: str, row: Row) -> None:
         self.rows[part].append(row)
+        self.save()
         print(part, {k: v for k, v in row.items() if k not in ("holders", "fixed_parts")}, flush=True)
+
+    def save(self) -> Row:
+        """Writes what is known: a run that is cut short has lost nothing."""
+        result = {
+            "build": headrace.build_info(), "python": platform.python_version(), "link_gb_per_s": self.link / 1e9,
+            "hbm_gb_per_s": self.hbm / 1e9, "failed": self.failed, "seconds": self.seconds, **self.rows,
+        }  # fmt: skip
+        self.file.write_text(json.dumps(result, indent=1))
+        return result
 
 
 def books(engine: headrace.Engine) -> Row:
@@ -94,6 +105,11 @@ def identity(sweep: Sweep, path: Path) -> None:
         figures = {} if options.get("placement") == "unmanaged" else books(engine)
         sweep.add("identity", {"model": path.name, "what": what, "moved": moved, **figures})
 
+    minimum, everything = limits(sweep, path, placement="stream", **base)
+    for policy in POLICIES:
+        for limit in (minimum + (everything - minimum) // 4, (minimum + everything) // 2):
+            cold = plan(sweep, path, **base, vram_limit=limit).resident_bytes < weights(path)
+            compare(f"policy {policy} {limit:,}", cold, policy=policy, vram_limit=limit)
     compare("unmanaged", False, placement="unmanaged")
     for placement in ("resident", "auto", "stream", "hybrid", "zero-copy"):
         budget = {"host_mapped_budget": "1GiB" if placement == "zero-copy" else "8MiB"}
@@ -104,11 +120,6 @@ def identity(sweep: Sweep, path: Path) -> None:
                 options = {"vram_limit": limit, "placement": placement, "kv_layout": layout, **extra}
                 cold = placement != "resident" and plan(sweep, path, **base, **options).resident_bytes < weights(path)
                 compare(f"{placement} {layout} {limit:,}", cold, **options)
-    minimum, everything = limits(sweep, path, placement="stream", **base)
-    for policy in POLICIES:
-        for limit in (minimum + (everything - minimum) // 4, (minimum + everything) // 2):
-            cold = plan(sweep, path, **base, vram_limit=limit).resident_bytes < weights(path)
-            compare(f"policy {policy} {limit:,}", cold, policy=policy, vram_limit=limit)
 
 
 def plan(sweep: Sweep, path: Path, **options: Any) -> headrace.MemoryPlan:
@@ -145,6 +156,9 @@ def timed(engine: headrace.Engine, steps: int, sequences: int = 1) -> Row:
         "streamed": s.weights.streamed_bytes / each,
         "host_mapped": s.weights.host_mapped_bytes / each,
         "captures": graph.captures,
+        "graph_bytes": graph.bytes,
+        "link_utilisation": s.clock.link_utilisation,
+        "broken_instruments": s.clock.broken_instruments,
     }
 
 
@@ -156,24 +170,24 @@ def floored(sweep: Sweep, row: Row, total: int) -> Row:
     return row | {"cold": moved / total, "floor_ms": floor * 1e3, "of_floor": floor * 1e3 / row["step_ms"], **over_link}
 
 
-def over_limits(sweep: Sweep, path: Path, steps: int, shares: list[float], modes: list[str]) -> None:
+def over_limits(sweep: Sweep, path: Path, steps: int, shares: dict[str, list[float]]) -> None:
     """One sequence under limits that leave room for a share of the weights, by mode."""
     base: Row = {"max_context": 512, "max_batch": 1, "prefill_chunk": 64}
     total = weights(path)
     engine = sweep.load(path, **base)
-    expected = tokens(engine, 24)
+    expected = tokens(engine, NEW)
     row = floored(sweep, timed(engine, 4 * steps), total)
     sweep.add("limits", {"share": 1.0, "mode": "resident", **row, **books(engine)})
     del engine
     minimum, everything = limits(sweep, path, placement="stream", **base)
-    for share in shares:
-        for mode in modes:
+    for mode, of_mode in shares.items():
+        for share in of_mode:
             budget: Row = {"host_mapped_budget": "64GiB"} if mode == "zero-copy" else {}
             limit = max(minimum, int(everything - total * (1 - share)))
             engine = sweep.load(path, vram_limit=limit, placement=mode, **budget, **base)
-            same(f"{mode} at {limit:,}", tokens(engine, 24), expected)
+            same(f"{mode} at {limit:,}", tokens(engine, NEW), expected)
             row = floored(sweep, timed(engine, steps), total)
-            same(f"{mode} at {limit:,}, again", tokens(engine, 24), expected)
+            same(f"{mode} at {limit:,}, again", tokens(engine, NEW), expected)
             if share < 0.95:
                 assert row["streamed"] + row["host_mapped"] > 1e6, row
             sweep.add("limits", {"share": share, "mode": mode, **row, **books(engine)})
@@ -210,18 +224,19 @@ def policies(sweep: Sweep, path: Path, steps: int, share: float) -> None:
 def growth(sweep: Sweep, path: Path, context: int) -> None:
     """One sequence after the other from one position to the whole context, at a limit that held everything at the start."""
     base: Row = {"max_context": context, "max_batch": 1, "prefill_chunk": 256}
-    free = sweep.load(path, **base)
+    lengths = [n for n in (1, 64, 128, 256, 512, 1024, 2048, 4096) if n < context // 2 + 1] + [context - 24]
+    prompts = [[(11 * j) % 1000 + 3 for j in range(length)] for length in lengths]
+    news = [12] * (len(lengths) - 1) + [24]
+    engine = sweep.load(path, **base)
+    expected = [tokens(engine, new, prompt) for prompt, new in zip(prompts, news, strict=True)]
+    del engine
     memory = plan(sweep, path, vram_limit="1TiB", **base)
     limit = memory.everything - memory.kv_max_bytes + memory.kv_floor_bytes
     engine = sweep.load(path, vram_limit=limit, **base)
     at_start = engine.plan.memory
     assert at_start is not None and at_start.streamed_bytes == 0, at_start
     total = weights(path)
-    lengths = [n for n in (1, 64, 128, 256, 512, 1024, 2048, 4096) if n < context // 2 + 1] + [context - 24]
-    for length in lengths:
-        prompt = [(11 * j) % 1000 + 3 for j in range(length)]
-        new = context - length if length == lengths[-1] else 12
-        right = tokens(free, new, prompt)
+    for length, prompt, new, right in zip(lengths, prompts, news, expected, strict=True):
         engine.reset_stats()
         same(f"growth to {length + new}", tokens(engine, new, prompt), right)
         s, now = engine.stats(), engine.plan.memory
@@ -232,12 +247,14 @@ def growth(sweep: Sweep, path: Path, context: int) -> None:
     assert any(r["cold"] > 0 for r in sweep.rows["growth"]), "nothing ever became cold"
 
 
-def total(sweep: Sweep, path: Path, limit: str, context: int, steps: int) -> None:
+def total(sweep: Sweep, path: Path, limits: list[str], context: int, steps: int) -> None:
     """Where each byte of a limit over everything goes, and how near a step comes to the floor of its own cold bytes."""
-    for mode in ("stream", "hybrid"):
-        engine = sweep.load(path, vram_limit=limit, max_context=context, max_batch=1, prefill_chunk=64, placement=mode)
+    for limit in limits:
+        engine = sweep.load(path, vram_limit=limit, max_context=context, max_batch=1, prefill_chunk=64)
         row = floored(sweep, timed(engine, steps), weights(path))
-        sweep.add("total", {"mode": mode, "context": context, **row, **books(engine)})
+        chosen = engine.stats().placement
+        assert chosen is not None
+        sweep.add("total", {"mode": chosen.mode, "reason": chosen.reason, "context": context, **row, **books(engine)})
         del engine
 
 
@@ -245,7 +262,7 @@ def checksum(sweep: Sweep, path: Path, steps: int) -> None:
     """Checksums of all weights in device memory before and after many steps, a tenth of them cold."""
     base: Row = {"max_context": 1280, "max_batch": 1, "prefill_chunk": 64}
     _, everything = limits(sweep, path, placement="stream", **base)
-    engine = sweep.load(path, vram_limit=int(everything - weights(path) * 0.1), **base)
+    engine = sweep.load(path, vram_limit=int(everything - weights(path) * 0.08), **base)
     tokens(engine, 2)
     before, done = engine.weight_checksums(), 0
     while done < steps:
@@ -269,8 +286,10 @@ def parts_of(a: argparse.Namespace, sweep: Sweep) -> Iterator[tuple[str, Any]]:
     if not (a.model / "model.onnx").exists():
         yield "a model", lambda: make_model.build(make_model.SHAPES[a.shape], a.model, 1)
     calls = {
-        "limits": lambda: over_limits(sweep, a.model, a.steps, a.shares, a.modes),
-        "total": lambda: total(sweep, a.model, a.limit, a.context, 4 * a.steps),
+        "limits": lambda: over_limits(
+            sweep, a.model, a.steps, {"stream": a.shares, "zero-copy": a.other_shares, "hybrid": a.other_shares}
+        ),
+        "total": lambda: total(sweep, a.model, a.limits, a.context, 4 * a.steps),
         "policies": lambda: policies(sweep, a.model, a.policy_steps, a.policy_share),
         "growth": lambda: growth(sweep, a.model, a.context),
         "checksum": lambda: checksum(sweep, a.model, a.checksum_steps),
@@ -286,38 +305,34 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shares", type=float, nargs="*", default=list(SHARES), help="shares of the weights that limits leave")
-    parser.add_argument("--modes", nargs="*", default=["stream", "zero-copy", "hybrid"])
+    parser.add_argument("--other-shares", type=float, nargs="*", default=[0.75, 0.5, 0.1], help="the same for reads in place")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a run")
     parser.add_argument("--policy-steps", type=int, default=6)
     parser.add_argument("--policy-share", type=float, default=0.5)
     parser.add_argument("--checksum-steps", type=int, default=1000)
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--limit", default="8GiB", help="limit over everything, for the part `total`")
+    parser.add_argument("--limits", nargs="*", default=["8GiB", "6GiB"], help="limits over everything, for the part `total`")
     parser.add_argument("--link", type=float, default=55.1, help="GB/s of the link, as `headrace probe` says")
     parser.add_argument("--hbm", type=float, default=4540.0, help="GB/s of the card's memory")
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    sweep, failed, seconds = Sweep(a.device, a.link, a.hbm), "", {}
+    sweep = Sweep(a.device, a.link, a.hbm, a.out / "sweep.json")
     for name, call in parts_of(a, sweep):
         start = time.monotonic()
         try:
             call()
         except (AssertionError, headrace.HeadraceError, SystemExit) as error:
-            failed = f"{name}: {type(error).__name__}: {error}"
-            print(f"FAILED {failed}", flush=True)
+            sweep.failed = f"{name}: {type(error).__name__}: {error}"
+            print(f"FAILED {sweep.failed}", flush=True)
             if name.startswith("identity"):
                 break
-        seconds[name] = round(time.monotonic() - start, 1)
-        print(f"-- {name}: {seconds[name]} s", flush=True)
-    result = {
-        "build": headrace.build_info(), "python": platform.python_version(), "link_gb_per_s": a.link, "hbm_gb_per_s": a.hbm,
-        "failed": failed, "seconds": seconds, **sweep.rows,
-    }  # fmt: skip
-    (a.out / "sweep.json").write_text(json.dumps(result, indent=1))
+        sweep.seconds[name] = round(time.monotonic() - start, 1)
+        print(f"-- {name}: {sweep.seconds[name]} s", flush=True)
+    result = sweep.save()
     print(sweep_report.tables(result))
     sweep_report.plot(result, a.out / "sweep.svg")
-    sys.exit(1 if failed else 0)
+    sys.exit(1 if sweep.failed else 0)
 
 
 if __name__ == "__main__":
