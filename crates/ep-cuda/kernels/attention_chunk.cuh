@@ -1,7 +1,7 @@
 // One chunk of 32 positions for the query heads of one KV head by one warp, binary16 keys and values in shared memory.
 //
-// Scores: a lane a position, its key as sixteen-byte pieces of one element for each of the contract's eight lanes; queries
-// are broadcast. Values: a few elements a lane, positions in order. Rows of keys are KEY_ROW bytes apart, which keeps the banks
+// Scores: two lanes two positions; a key's piece of sixteen bytes has one element for each of the contract's eight lanes, and each of the
+// two takes four. Queries are broadcast. Values: a few elements a lane, positions in order. Rows of keys are KEY_ROW bytes apart, which keeps the banks
 // apart; rows of values VALUE_ROW.
 #pragma once
 #include "kv.cuh"
@@ -45,51 +45,74 @@ __device__ __forceinline__ void score_chunk(const float* query, const u8* keys, 
                                             float* weights, float top[HG], float sum[HG]) {
     const int HP = (HG + 3) / 4 * 4;
     const u32 lane = threadIdx.x & 31;
-    const bool visible = lane >= from && lane <= to;
-    const u8* key = keys + lane * Staged<DIM>::KEY_ROW;
-    float acc[HG][8];
+    // Two lanes have positions lane / 2 and lane / 2 + 16, four of the contract's eight lanes each; then each ends one, `at`.
+    const u32 half = lane & 1, at = lane / 2 + 16 * half;
+    const bool visible = at >= from && at <= to;
+    const u8* key = keys + lane / 2 * Staged<DIM>::KEY_ROW + half * 8;
+    float acc[HG][2][4];
 #pragma unroll
     for (int h = 0; h < HG; h++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) acc[h][i] = 0.0f;
-#pragma unroll 2
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) acc[h][i][j] = 0.0f;
+#pragma unroll 4
     for (int e = 0; e < DIM; e += 8) {
-        const uint4 x = *(const uint4*)(key + e * 2);
-        const float2 k[4] = {half_pair(x.x), half_pair(x.y), half_pair(x.z), half_pair(x.w)};
+        float4 k[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint2 x = *(const uint2*)(key + i * 16 * Staged<DIM>::KEY_ROW + e * 2);
+            const float2 b = half_pair(x.x), d = half_pair(x.y);
+            k[i] = make_float4(b.x, b.y, d.x, d.y);
+        }
 #pragma unroll
         for (int h = 0; h < HG; h++) {
-            const float4 a = *(const float4*)(query + h * DIM + e), b = *(const float4*)(query + h * DIM + e + 4);
-            acc[h][0] = __fmaf_rn(a.x, k[0].x, acc[h][0]);
-            acc[h][1] = __fmaf_rn(a.y, k[0].y, acc[h][1]);
-            acc[h][2] = __fmaf_rn(a.z, k[1].x, acc[h][2]);
-            acc[h][3] = __fmaf_rn(a.w, k[1].y, acc[h][3]);
-            acc[h][4] = __fmaf_rn(b.x, k[2].x, acc[h][4]);
-            acc[h][5] = __fmaf_rn(b.y, k[2].y, acc[h][5]);
-            acc[h][6] = __fmaf_rn(b.z, k[3].x, acc[h][6]);
-            acc[h][7] = __fmaf_rn(b.w, k[3].y, acc[h][7]);
+            const float4 q = *(const float4*)(query + h * DIM + e + half * 4);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                acc[h][i][0] = __fmaf_rn(q.x, k[i].x, acc[h][i][0]);
+                acc[h][i][1] = __fmaf_rn(q.y, k[i].y, acc[h][i][1]);
+                acc[h][i][2] = __fmaf_rn(q.z, k[i].z, acc[h][i][2]);
+                acc[h][i][3] = __fmaf_rn(q.w, k[i].w, acc[h][i][3]);
+            }
         }
+    }
+    float score[HG];
+#pragma unroll
+    for (int h = 0; h < HG; h++) {
+        float t[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float mine = half ? acc[h][1][j] : acc[h][0][j], give = half ? acc[h][0][j] : acc[h][1][j];
+            t[j] = __fadd_rn(mine, __shfl_xor_sync(FULL, give, 1));
+        }
+        score[h] = __fmul_rn(__fadd_rn(__fadd_rn(t[0], t[2]), __fadd_rn(t[1], t[3])), scale);
+    }
+    if (softcap > 0.0f) {
+#pragma unroll
+        for (int h = 0; h < HG; h++) score[h] = __fmul_rn(softcap, contract_tanh(__fdiv_rn(score[h], softcap)));
     }
     float p[HP];
 #pragma unroll
     for (int h = 0; h < HP; h++) p[h] = 0.0f;
 #pragma unroll
     for (int h = 0; h < HG; h++) {
-        float s = __fmul_rn(tree8(acc[h]), scale);
-        if (softcap > 0.0f) s = __fmul_rn(softcap, contract_tanh(__fdiv_rn(s, softcap)));
-        float m = visible ? s : -__int_as_float(0x7f800000);
+        float m = visible ? score[h] : -__int_as_float(0x7f800000);
 #pragma unroll
         for (int n = 16; n > 0; n >>= 1) m = fmaxf(m, __shfl_xor_sync(FULL, m, n));
-        p[h] = visible ? contract_exp(__fsub_rn(s, m)) : 0.0f;
+        p[h] = contract_exp(__fsub_rn(score[h], m));
+        if (!visible) p[h] = 0.0f;
         top[h] = m;
-        // Offset j is in lane j % 8 of the sum, added in increasing order.
+        // Offset j is in lane j % 8 of the sum, added in increasing order; position j is with thread 2 j, from 16 on 2 j - 31.
         const u32 l = lane & 7;
-        float total = __shfl_sync(FULL, p[h], l);
-#pragma unroll
-        for (int n = 8; n < 32; n += 8) total = __fadd_rn(total, __shfl_sync(FULL, p[h], l + n));
+        float total = __shfl_sync(FULL, p[h], 2 * l);
+        total = __fadd_rn(total, __shfl_sync(FULL, p[h], 2 * l + 16));
+        total = __fadd_rn(total, __shfl_sync(FULL, p[h], 2 * l + 1));
+        total = __fadd_rn(total, __shfl_sync(FULL, p[h], 2 * l + 17));
         sum[h] = tree8(total);
     }
 #pragma unroll
-    for (int h = 0; h < HP; h += 4) *(float4*)(weights + lane * HP + h) = make_float4(p[h], p[h + 1], p[h + 2], p[h + 3]);
+    for (int h = 0; h < HP; h += 4) *(float4*)(weights + at * HP + h) = make_float4(p[h], p[h + 1], p[h + 2], p[h + 3]);
     __syncwarp();
 }
 

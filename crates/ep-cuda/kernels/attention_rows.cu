@@ -24,14 +24,19 @@ template <int DIM, int HG> struct Shared {
     float before[32 * HG], after[32 * HG], sums[8];
 };
 
-// The chunks of one warp: `first_chunk`, then every `step`, below `end`. Copies run ahead.
+// Where a warp's chunks go, and where in the store they are. The page of a chunk is looked up one chunk ahead.
 template <int DIM> struct Walk {
     const AttentionArgs& a;
     const Query& q;
     u8 *keys, *values;
+    u32 page;
+    __device__ __forceinline__ void look_up(u32 c) {
+        if (c * 32 <= q.position) page = a.step.pages[q.table + c * 32 / a.kv.page_tokens];
+    }
+    // Asks for the keys or the values of chunk c, whose page was looked up.
     __device__ __forceinline__ void fetch(bool value, u32 c) {
-        const u64 offset = value ? a.kv.value_offset : a.kv.key_offset;
-        const u8* from = kv_at(a.step, a.kv, offset, q.table, c * 32, q.kv_head);
+        const u64 element = (u64)q.kv_head * a.kv.head_stride + (u64)(c * 32 % a.kv.page_tokens) * a.kv.token_stride;
+        const u8* from = a.kv.base + page * a.kv.page_bytes + (value ? a.kv.value_offset : a.kv.key_offset) + element * 2;
         const u32 n = min(q.position - c * 32 + 1, 32u);
         const size_t stride = (size_t)a.kv.token_stride * 2;
         if (value)
@@ -54,6 +59,7 @@ __device__ __forceinline__ void staged_chunk(Walk<DIM>& walk, const float* query
     weigh_chunk<DIM, HG>(walk.values, weights, from, to, out);
     if (next < end) walk.fetch(true, next);
     commit_copies();
+    walk.look_up(next + next - c);
 }
 
 template <int DIM, int HG> __device__ __forceinline__ void direct_row(const AttentionArgs& a, const Query& q) {
@@ -65,11 +71,13 @@ template <int DIM, int HG> __device__ __forceinline__ void direct_row(const Atte
     const int PART = S::PART, OWN = Staged<DIM>::OWN, ELEMENTS = (HG * DIM + 127) / 128;
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const u32 c0 = q.first / 32, end = q.position / 32 + 1;
-    Walk<DIM> walk = {a, q, s.keys[warp], s.values[warp]};
+    Walk<DIM> walk = {a, q, s.keys[warp], s.values[warp], 0};
+    walk.look_up(c0 + warp);
     if (c0 + warp < end) walk.fetch(false, c0 + warp);
     commit_copies();
     if (c0 + warp < end) walk.fetch(true, c0 + warp);
     commit_copies();
+    walk.look_up(c0 + warp + WARPS);
     load_query<HG>(a, q, s.query);
     __syncthreads();
     float total[ELEMENTS], total_max = 0.0f, total_sum = 0.0f;  // the last two of head lane % 8, in warp 0
@@ -157,13 +165,15 @@ template <int DIM, int HG> __device__ __forceinline__ void rows_split(const Atte
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const u32 c0 = q.first / 32, n = q.position / 32 - c0 + 1, step = gridDim.z * WARPS, mine0 = blockIdx.z * WARPS + warp;
     float* parts = a.partials + ((size_t)q.row * a.heads + q.head) * a.chunks * PART;
-    Walk<DIM> walk = {a, q, s.keys[warp], s.values[warp]};
+    Walk<DIM> walk = {a, q, s.keys[warp], s.values[warp], 0};
     // Blocks without a chunk only take their ticket.
     if (blockIdx.z * WARPS < n) {
+        walk.look_up(c0 + mine0);
         if (mine0 < n) walk.fetch(false, c0 + mine0);
         commit_copies();
         if (mine0 < n) walk.fetch(true, c0 + mine0);
         commit_copies();
+        walk.look_up(c0 + mine0 + step);
         load_query<HG>(a, q, s.query);
         __syncthreads();
         for (u32 i = mine0; i < n; i += step) {

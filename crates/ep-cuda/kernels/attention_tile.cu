@@ -2,7 +2,7 @@
 //
 // A block takes ROWS neighbouring rows of the step and up to HG query heads of one KV head, and walks the chunks that any of them sees.
 // Keys and values become floats in shared memory once for all of them. Sixteen threads have a row:
-//   scores  thread (p, half): positions p, p + 8, p + 16, p + 24, and four of the contract's eight lanes, for every head;
+//   scores  thread (p, half): positions p and p + 8, then p + 16 and p + 24, four of the contract's eight lanes, for every head;
 //   values  thread d: a few elements, for every head, positions in order.
 // The values of a chunk are under way while its scores are computed, and the keys of the next while values are added up.
 //
@@ -33,6 +33,8 @@ template <int DIM, int HG> struct Tile {
     float keys[32][KEY];
     float values[32][DIM];
     float weights[ROWS][WEIGHT];
+    uint4 halves[DIM / 32][128];  // the values of a chunk on their way, by the thread that asked for them
+    float top[ROWS][HG], sum[ROWS][HG];  // of the chunks so far
 };
 
 template <int DIM, int HG> __device__ __forceinline__ void tile(const AttentionArgs& a) {
@@ -73,7 +75,7 @@ template <int DIM, int HG> __device__ __forceinline__ void tile(const AttentionA
             x[i] = c * 32 + r <= last ? *(const uint4*)(from + r * stride) : make_uint4(0, 0, 0, 0);
         }
     };
-    uint4 raw_keys[LOADS], raw_values[LOADS];
+    uint4 raw_keys[LOADS];
     load(a.kv.key_offset, c0, raw_keys);
     for (u32 r = 0; r < ROWS; r++)
         for (u32 e = tid; e < HG * DIM; e += 128)
@@ -83,75 +85,121 @@ template <int DIM, int HG> __device__ __forceinline__ void tile(const AttentionA
 #pragma unroll
     for (int i = 0; i < LOADS; i++) store_floats(&s.keys[load_row + i * (32 / LOADS)][piece * 8], raw_keys[i]);
 
-    float total[HG][QUADS * 4], top[HG], sum[HG];
+    float total[HG][QUADS * 4];
     bool any = false;  // this row has seen a chunk
     for (u32 c = c0; c <= c1; c++) {
         __syncthreads();
-        load(a.kv.value_offset, c, raw_values);
-        float acc[HG][4][4];
+        {
+            const u8* from = kv_at(a.step, a.kv, a.kv.value_offset, table, c * 32, kv_head) + load_row * stride + piece * 16;
 #pragma unroll
-        for (int h = 0; h < HG; h++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) acc[h][i][j] = 0.0f;
-        const float *key = &s.keys[p0][half * 4], *query = &s.query[own][half * 4];
-#pragma unroll 2
-        for (int e = 0; e < DIM; e += 8) {
-            float4 k[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) k[i] = *(const float4*)(key + i * 8 * Tile<DIM, HG>::KEY + e);
-#pragma unroll
-            for (int h = 0; h < HG; h++) {
-                const float4 q = *(const float4*)(query + h * DIM + e);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    acc[h][i][0] = __fmaf_rn(q.x, k[i].x, acc[h][i][0]);
-                    acc[h][i][1] = __fmaf_rn(q.y, k[i].y, acc[h][i][1]);
-                    acc[h][i][2] = __fmaf_rn(q.z, k[i].z, acc[h][i][2]);
-                    acc[h][i][3] = __fmaf_rn(q.w, k[i].w, acc[h][i][3]);
-                }
+            for (int i = 0; i < LOADS; i++) {
+                const u32 n = c * 32 + load_row + i * (32 / LOADS) <= last ? 16 : 0;  // the rest becomes zero
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(&s.halves[i][tid])),
+                             "l"(__cvta_generic_to_global(from + (n == 0 ? 0 : i * (32 / LOADS) * stride))), "r"(n)
+                             : "memory");
             }
         }
-        // Each of the two threads that share a dot ends two of the four positions: p0 + 16 * half, and that + 8.
+        // Positions p0 + 16 u and p0 + 16 u + 8: of the two threads that share the dots, each ends one, `at[u]`.
         const u32 from = max(c * 32, begin) - c * 32, to = position < c * 32 ? 0 : min(position - c * 32, 31u);
         const bool sees = c * 32 <= position && c * 32 + 31 >= begin && own < count;
-        const u32 at0 = p0 + 16 * half;
-        const bool visible[2] = {at0 >= from && at0 <= to, at0 + 8 >= from && at0 + 8 <= to};
-        float chunk_top[HG], chunk_sum[HG];
+        float score[HG][2];
 #pragma unroll
-        for (int h = 0; h < HG; h++) {
-            float p[2];
+        for (int u = 0; u < 2; u++) {
+            float acc[HG][2][4];
 #pragma unroll
-            for (int u = 0; u < 2; u++) {
+            for (int h = 0; h < HG; h++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) acc[h][i][j] = 0.0f;
+            const float *key = &s.keys[p0 + 16 * u][half * 4], *query = &s.query[own][half * 4];
+#pragma unroll 2
+            for (int e = 0; e < DIM; e += 8) {
+                float4 k[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) k[i] = *(const float4*)(key + i * 8 * Tile<DIM, HG>::KEY + e);
+#pragma unroll
+                for (int h = 0; h < HG; h++) {
+                    const float4 q = *(const float4*)(query + h * DIM + e);
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        acc[h][i][0] = __fmaf_rn(q.x, k[i].x, acc[h][i][0]);
+                        acc[h][i][1] = __fmaf_rn(q.y, k[i].y, acc[h][i][1]);
+                        acc[h][i][2] = __fmaf_rn(q.z, k[i].z, acc[h][i][2]);
+                        acc[h][i][3] = __fmaf_rn(q.w, k[i].w, acc[h][i][3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < HG; h++) {
                 float t[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    const float mine = half ? acc[h][2 + u][j] : acc[h][u][j], give = half ? acc[h][u][j] : acc[h][2 + u][j];
+                    const float mine = half ? acc[h][1][j] : acc[h][0][j], give = half ? acc[h][0][j] : acc[h][1][j];
                     t[j] = __fadd_rn(mine, __shfl_xor_sync(FULL, give, 1));
                 }
-                float x = __fmul_rn(__fadd_rn(__fadd_rn(t[0], t[2]), __fadd_rn(t[1], t[3])), a.scale);
-                if (a.softcap > 0.0f) x = __fmul_rn(a.softcap, contract_tanh(__fdiv_rn(x, a.softcap)));
-                p[u] = visible[u] ? x : -__int_as_float(0x7f800000);
+                score[h][u] = __fmul_rn(__fadd_rn(__fadd_rn(t[0], t[2]), __fadd_rn(t[1], t[3])), a.scale);
             }
-            float m = fmaxf(p[0], p[1]);
+        }
+        if (a.softcap > 0.0f) {
+#pragma unroll
+            for (int h = 0; h < HG; h++)
+#pragma unroll
+                for (int u = 0; u < 2; u++)
+                    score[h][u] = __fmul_rn(a.softcap, contract_tanh(__fdiv_rn(score[h][u], a.softcap)));
+        }
+        const u32 at[2] = {p0 + 8 * half, p0 + 8 * half + 16};
+        const bool visible[2] = {at[0] >= from && at[0] <= to, at[1] >= from && at[1] <= to};
+        float chunk_top[HG], chunk_sum[HG];
+#pragma unroll
+        for (int h = 0; h < HG; h++) {
+            float p[2], m = -__int_as_float(0x7f800000);
+#pragma unroll
+            for (int u = 0; u < 2; u++) m = fmaxf(m, visible[u] ? score[h][u] : -__int_as_float(0x7f800000));
 #pragma unroll
             for (int n = 1; n < 16; n <<= 1) m = fmaxf(m, __shfl_xor_sync(FULL, m, n));
 #pragma unroll
             for (int u = 0; u < 2; u++) {
-                p[u] = visible[u] ? contract_exp(__fsub_rn(p[u], m)) : 0.0f;
-                s.weights[own][h * 32 + at0 + 8 * u] = p[u];
+                p[u] = contract_exp(__fsub_rn(score[h][u], m));
+                if (!visible[u]) p[u] = 0.0f;
+                s.weights[own][h * 32 + at[u]] = p[u];
             }
-            // Offset j is in lane j % 8 of the sum, added in increasing order: two by the one thread, two by the other.
-            const float low = __shfl_sync(FULL, __fadd_rn(p[0], p[1]), lane & ~1u);
-            float all = __fadd_rn(__fadd_rn(low, p[0]), p[1]);
+            // Offset j is in lane j % 8 of the sum, added in increasing order: the two threads' in turn.
+            const float q0 = __shfl_xor_sync(FULL, p[0], 1), q1 = __shfl_xor_sync(FULL, p[1], 1);
+            float all = __fadd_rn(p[0], q0);
+            all = __fadd_rn(__fadd_rn(all, half ? q1 : p[1]), half ? p[1] : q1);
 #pragma unroll
             for (int n = 8; n > 1; n >>= 1) all = __fadd_rn(all, __shfl_xor_sync(FULL, all, n));
-            chunk_sum[h] = __shfl_sync(FULL, all, lane | 1);
+            chunk_sum[h] = all;
             chunk_top[h] = m;
         }
+        // Factors of what was before and of this chunk: a row's threads compute one of them each.
+        float factor = 0.0f, old_top[HG];
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) store_floats(&s.values[load_row + i * (32 / LOADS)][piece * 8], raw_values[i]);
+        for (int h = 0; h < HG; h++) {
+            old_top[h] = any ? s.top[own][h] : chunk_top[h];
+            const float m = fmaxf(old_top[h], chunk_top[h]);
+            if (tid % 16 == 2 * h) factor = __fsub_rn(old_top[h], m);
+            if (tid % 16 == 2 * h + 1) factor = __fsub_rn(chunk_top[h], m);
+        }
+        factor = contract_exp(factor);
+        float before[HG], after[HG];
+#pragma unroll
+        for (int h = 0; h < HG; h++) {
+            before[h] = __shfl_sync(FULL, factor, (lane & 16) + 2 * h);
+            after[h] = __shfl_sync(FULL, factor, (lane & 16) + 2 * h + 1);
+        }
+        __syncwarp();  // all have read the old ones
+        if (sees && tid % 16 == 0) {
+#pragma unroll
+            for (int h = 0; h < HG; h++) {
+                s.top[own][h] = fmaxf(old_top[h], chunk_top[h]);
+                s.sum[own][h] = any ? __fmaf_rn(s.sum[own][h], before[h], __fmul_rn(chunk_sum[h], after[h])) : chunk_sum[h];
+            }
+        }
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) store_floats(&s.values[load_row + i * (32 / LOADS)][piece * 8], s.halves[i][tid]);
         __syncthreads();
         if (c < c1) load(a.kv.key_offset, c + 1, raw_keys);
 
@@ -175,16 +223,16 @@ template <int DIM, int HG> __device__ __forceinline__ void tile(const AttentionA
             }
         };
         if (__all_sync(FULL, sees && from == 0 && to == 31)) {
-#pragma unroll 1
-            for (u32 j = 0; j < 32; j += 4) {
-                float4 p[HG];
+#pragma unroll 2
+            for (u32 j = 0; j < 32; j += 2) {
+                float2 p[HG];
 #pragma unroll
-                for (int h = 0; h < HG; h++) p[h] = *(const float4*)(weights + h * 32 + j);
+                for (int h = 0; h < HG; h++) p[h] = *(const float2*)(weights + h * 32 + j);
 #pragma unroll
-                for (u32 i = 0; i < 4; i++) {
+                for (u32 i = 0; i < 2; i++) {
                     float w[HG];
 #pragma unroll
-                    for (int h = 0; h < HG; h++) w[h] = i == 0 ? p[h].x : i == 1 ? p[h].y : i == 2 ? p[h].z : p[h].w;
+                    for (int h = 0; h < HG; h++) w[h] = i == 0 ? p[h].x : p[h].y;
                     add(j + i, w);
                 }
             }
@@ -200,15 +248,10 @@ template <int DIM, int HG> __device__ __forceinline__ void tile(const AttentionA
         __syncwarp();
         if (sees) {
 #pragma unroll
-            for (int h = 0; h < HG; h++) {
-                const float m = any ? fmaxf(top[h], chunk_top[h]) : chunk_top[h];
-                const float x = contract_exp(__fsub_rn(top[h], m)), y = contract_exp(__fsub_rn(chunk_top[h], m));
-                sum[h] = any ? __fmaf_rn(sum[h], x, __fmul_rn(chunk_sum[h], y)) : chunk_sum[h];
-                top[h] = m;
+            for (int h = 0; h < HG; h++)
 #pragma unroll
                 for (int i = 0; i < QUADS * 4; i++)
-                    total[h][i] = any ? __fmaf_rn(total[h][i], x, __fmul_rn(out[h][i], y)) : out[h][i];
-            }
+                    total[h][i] = any ? __fmaf_rn(total[h][i], before[h], __fmul_rn(out[h][i], after[h])) : out[h][i];
             any = true;
         }
         if (c < c1) {
@@ -216,20 +259,22 @@ template <int DIM, int HG> __device__ __forceinline__ void tile(const AttentionA
             for (int i = 0; i < LOADS; i++) store_floats(&s.keys[load_row + i * (32 / LOADS)][piece * 8], raw_keys[i]);
         }
     }
+    __syncwarp();
     if (own >= count) return;
     float* to = a.out + ((size_t)(first_row + own) * a.heads + head) * DIM + d0;
 #pragma unroll
-    for (int h = 0; h < HG; h++)
-        if (h < heads)
+    for (int h = 0; h < HG; h++) {
+        if (h >= heads) continue;
+        const float sum = s.sum[own][h];
 #pragma unroll
-            for (int q = 0; q < QUADS; q++)
-                *(float4*)(to + h * DIM + q * 64) =
-                    make_float4(__fdiv_rn(total[h][q * 4], sum[h]), __fdiv_rn(total[h][q * 4 + 1], sum[h]),
-                                __fdiv_rn(total[h][q * 4 + 2], sum[h]), __fdiv_rn(total[h][q * 4 + 3], sum[h]));
+        for (int q = 0; q < QUADS; q++)
+            *(float4*)(to + h * DIM + q * 64) = make_float4(__fdiv_rn(total[h][q * 4], sum), __fdiv_rn(total[h][q * 4 + 1], sum),
+                                                            __fdiv_rn(total[h][q * 4 + 2], sum), __fdiv_rn(total[h][q * 4 + 3], sum));
+    }
 }
 
 #define ATTENTION(DIM, HG)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(128, HG <= 3 ? 3 : 2) tile_d##DIM##_h##HG(                             \
+    extern "C" __global__ void __launch_bounds__(128, 3) tile_d##DIM##_h##HG(                             \
         const __grid_constant__ AttentionArgs a) {                                                                    \
         tile<DIM, HG>(a);                                                                                             \
     }

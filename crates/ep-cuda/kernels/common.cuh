@@ -56,7 +56,7 @@ __device__ __forceinline__ u32 step_rows(const StepRef& s, u32 wanted) {
 
 // e^x of the contract: 0 below -104, infinity above 89, within 2 ulp between.
 __device__ __forceinline__ float contract_exp(float x) {
-    if (x != x) return x;
+    const float given = x;
     x = fminf(fmaxf(x, -104.0f), 89.0f);
     float n = rintf(__fmul_rn(x, 1.44269504088896340736f));
     float r = __fmaf_rn(n, 2.1219444e-4f, __fmaf_rn(n, -0.6933594f, x));
@@ -69,7 +69,8 @@ __device__ __forceinline__ float contract_exp(float x) {
     float y = __fadd_rn(__fmaf_rn(p, __fmul_rn(r, r), r), 1.0f);
     int i = (int)n, half = i >> 1;
     y = __fmul_rn(y, __int_as_float((half + 127) << 23));
-    return __fmul_rn(y, __int_as_float((i - half + 127) << 23));
+    y = __fmul_rn(y, __int_as_float((i - half + 127) << 23));
+    return given != given ? given : y;  // no branch: several run side by side
 }
 
 __device__ __forceinline__ float contract_tanh(float x) {

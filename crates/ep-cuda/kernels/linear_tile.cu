@@ -15,7 +15,7 @@
 // Launch: cluster of 8 / LANES, block LANES * RG * TG * 32, grid (8 / LANES * token tiles, row tiles of the segments),
 // dynamic shared memory tile_shared (src/launch/linear/tile.rs). `x.ld` is a multiple of 8, the columns a multiple of 256.
 // Compute capability 9.0. Compiled once for each format class (FORMAT) that has the option PIPE.
-#include "dot.cuh"
+#include "cluster.cuh"
 
 #if defined(PIPE) && __CUDA_ARCH__ >= 900
 
@@ -26,22 +26,6 @@ __device__ __forceinline__ void mma(int c[4], const u32 a[4], u32 b0, u32 b1, in
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
-}
-
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-
-// Shared address `at` in block `rank` of the cluster, and the float there.
-__device__ __forceinline__ u32 cluster_at(u32 at, u32 rank) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
-}
-__device__ __forceinline__ float cluster_float(u32 at) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-    return v;
 }
 
 // Barriers that count bytes: a bulk copy completes when all its bytes are there.
@@ -61,10 +45,6 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(bar)
                  : "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // SIDE: a block's lanes are neighbours (64 bytes of a weight row in one piece at LANES 4); else it has lanes l and l + 4,
@@ -259,34 +239,7 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
         if (CLUSTER == 1 || !SIDE && half == 0) __syncthreads();
     }
     if (CLUSTER > 1) cluster_sync();
-    // Each block of the cluster ends a share of the token rows; a thread keeps to one weight row.
-    const int ROUND = THREADS / R, SHARE = TOKENS / CLUSTER;
-    static_assert(THREADS % R == 0 && TOKENS % CLUSTER == 0, "output");
-    const u32 r = tid % R, from = rank * SHARE;
-    const u32 here = base + r * 4;
-    u32 there[CLUSTER];
-#pragma unroll
-    for (int i = 0; i < CLUSTER; i++) there[i] = CLUSTER > 1 ? cluster_at(here, i) : here;
-    const bool has_row = r0 + r < s.rows;
-    const float bias = s.bias && has_row ? float_at(s.bias, s.bias_type, r0 + r) : 0.0f;
-    float* out = a.out + s.column + r0 + r;
-#pragma unroll 4
-    for (u32 i = tid / R; i < SHARE; i += ROUND) {
-        const u32 c = from + i;
-        float v[8];
-#pragma unroll
-        for (int l = 0; l < (SIDE ? 8 : 4); l++) {
-            const int owner = SIDE ? l / LANES : l / PAIRS, index = SIDE ? l % LANES : l % PAIRS;
-            v[l] = CLUSTER > 1 ? cluster_float(there[owner] + (c * LINE + index * SUM) * 4) : sums[r + c * LINE + index * SUM];
-        }
-        float total = SIDE ? tree8(v) : __fadd_rn(__fadd_rn(v[0], v[2]), __fadd_rn(v[1], v[3]));
-        if (s.bias) total = __fadd_rn(total, bias);
-        if (!has_row || first + c >= token_rows) continue;
-        float* to = out + (size_t)(first + c) * a.out_ld;
-        if (s.accumulate) total = __fadd_rn(total, *to);
-        *to = total;
-    }
-    if (CLUSTER > 1) cluster_sync();  // nobody's shared memory goes while another reads it
+    end_tile<CLUSTER, SIDE, LANES, R, TOKENS, THREADS>(a, s, sums, rank, r0, first, token_rows);
 }
 
 #define KERNEL(R, TOKENS, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES, BLOCKS)                                            \

@@ -11,28 +11,26 @@
 // Launch: cluster of 2, block 512, grid (2 * token tiles, row tiles of the segments), dynamic shared memory wide_shared
 // (src/launch/linear/tile.rs). `x.ld` is a multiple of 8, the columns a multiple of 256. Compute capability 9.0 exactly (compute_90a).
 // Compiled once for each format class (FORMAT) that has the option PIPE.
-#include "dot.cuh"
+#include "cluster.cuh"
 
 #if defined(PIPE) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+// Barriers in shared memory: `count` arrivals end a phase.
+__device__ __forceinline__ void phase_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
-
-// Shared address `at` in block `rank` of the cluster, and the float there.
-__device__ __forceinline__ u32 cluster_at(u32 at, u32 rank) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
+__device__ __forceinline__ void phase_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-__device__ __forceinline__ float cluster_float(u32 at) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-    return v;
+// Arrives when this thread's copies so far are done.
+__device__ __forceinline__ void phase_arrive_copies(u32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+__device__ __forceinline__ void phase_await(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN%=;\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
 }
 
 // d = a * b, or d + a * b if ADD: a 64 x 32 in the registers of a warpgroup, b 32 x 64 in shared memory by its descriptor.
@@ -50,7 +48,10 @@ __device__ __forceinline__ void wgmma_finish() {
 
 template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(const LinearArgs& a) {
     extern __shared__ __align__(1024) u8 ring[];
-    const int LANES = 4, CLUSTER = 2, PAIRS = 2, THREADS = 512, M = 2, NT = 8, R = M * 64, TOKENS = NT * 8;
+    // Of each stage of the ring: all copies have arrived; all warps have read it. No barrier of the whole block: the warpgroups drift
+    // apart, so that one multiplies while another adds up.
+    __shared__ u64 full[STAGES], empty[STAGES];
+    const int AHEAD = STAGES - 2, LANES = 4, CLUSTER = 2, PAIRS = 2, THREADS = 512, M = 2, NT = 8, R = M * 64, TOKENS = NT * 8;
     const bool SIDE = false;
     const int SCALE = HALF ? 2 : 4, ROW = W16 ? 64 : 32;  // bytes of a token row in a block of columns
     // A stage, eight blocks of 32 columns: activation codes [lane][token][ROW], codes [row][lane][16], scales [row][8], steps
@@ -100,8 +101,15 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
         x_from += (u64)(8 * ld) * ROW;
         if (has_step) more_from += 64 * ld;
     };
+    const u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
+    if (tid == 0)
+        for (int i = 0; i < STAGES; i++) {
+            phase_init(full_at + i * 8, THREADS);
+            phase_init(empty_at + i * 8, THREADS / 32);
+        }
+    __syncthreads();
 #pragma unroll 1
-    for (u32 i = 0; i < STAGES - 1; i++)
+    for (u32 i = 0; i < AHEAD; i++)
         if (i < stages) fill(i * STAGE);
     allow_next();
     wait_for_previous();
@@ -111,9 +119,9 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
         return;
     }
 #pragma unroll 1
-    for (u32 i = 0; i < STAGES - 1; i++) {
-        if (i < stages) fill_x(i * STAGE);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+    for (u32 i = 0; i < AHEAD && i < stages; i++) {
+        fill_x(i * STAGE);
+        phase_arrive_copies(full_at + i * 8);
     }
 
     float acc[M][NT][4];
@@ -129,17 +137,22 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
     // Descriptor: the address and the distance of groups of eight rows in units of 16 bytes, the permutation.
     const u64 x_at = (u64)(W16 ? 2 : 3) << 62 | (u64)(8 * ROW / 16) << 32 | 1u << 16 | (base + slot * TOKENS * ROW) >> 4;
 
-    u32 get = 0;
+    // This stage: where it is, which of the ring, the round's parity; the same of the stage to be filled.
+    u32 get = 0, at = 0, parity = 0, put = AHEAD * STAGE, put_at = AHEAD, put_parity = 1;
     for (u32 stage = 0; stage < stages; stage++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies are ordinary stores to the tensor cores
-        __syncthreads();
-        if (stage + STAGES - 1 < stages) {
-            const u32 put = get == 0 ? (STAGES - 1) * STAGE : get - STAGE;
+        if (stage + AHEAD < stages) {
+            if (stage + AHEAD >= STAGES) phase_await(empty_at + put_at * 8, put_parity);
             fill(put);
             fill_x(put);
+            phase_arrive_copies(full_at + put_at * 8);
+            put += STAGE;
+            if (++put_at == STAGES) {
+                put = put_at = 0;
+                put_parity ^= 1;
+            }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        phase_await(full_at + at * 8, parity);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies are ordinary stores to the tensor cores
         const u8* from = ring + get;
         const u64 x = x_at + (get >> 4);
 #pragma unroll
@@ -179,7 +192,13 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
                     acc[i][j][q] = __fmaf_rn((float)d[j * 4 + q], __fmul_rn(scale[q >> 1], step[q & 1]), acc[i][j][q]);
             }
         }
-        get = get == (STAGES - 1) * STAGE ? 0 : get + STAGE;
+        __syncwarp();
+        if (lane == 0) phase_arrive(empty_at + at * 8);
+        get += STAGE;
+        if (++at == STAGES) {
+            get = at = 0;
+            parity ^= 1;
+        }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
@@ -203,34 +222,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
         if (CLUSTER == 1 || !SIDE && half == 0) __syncthreads();
     }
     if (CLUSTER > 1) cluster_sync();
-    // Each block of the cluster ends a share of the token rows; a thread keeps to one weight row.
-    const int ROUND = THREADS / R, SHARE = TOKENS / CLUSTER;
-    static_assert(THREADS % R == 0 && TOKENS % CLUSTER == 0, "output");
-    const u32 r = tid % R, from = rank * SHARE;
-    const u32 here = base + r * 4;
-    u32 there[CLUSTER];
-#pragma unroll
-    for (int i = 0; i < CLUSTER; i++) there[i] = CLUSTER > 1 ? cluster_at(here, i) : here;
-    const bool has_row = r0 + r < s.rows;
-    const float bias = s.bias && has_row ? float_at(s.bias, s.bias_type, r0 + r) : 0.0f;
-    float* out = a.out + s.column + r0 + r;
-#pragma unroll 4
-    for (u32 i = tid / R; i < SHARE; i += ROUND) {
-        const u32 c = from + i;
-        float v[8];
-#pragma unroll
-        for (int l = 0; l < (SIDE ? 8 : 4); l++) {
-            const int owner = SIDE ? l / LANES : l / PAIRS, index = SIDE ? l % LANES : l % PAIRS;
-            v[l] = CLUSTER > 1 ? cluster_float(there[owner] + (c * LINE + index * SUM) * 4) : sums[r + c * LINE + index * SUM];
-        }
-        float total = SIDE ? tree8(v) : __fadd_rn(__fadd_rn(v[0], v[2]), __fadd_rn(v[1], v[3]));
-        if (s.bias) total = __fadd_rn(total, bias);
-        if (!has_row || first + c >= token_rows) continue;
-        float* to = out + (size_t)(first + c) * a.out_ld;
-        if (s.accumulate) total = __fadd_rn(total, *to);
-        *to = total;
-    }
-    if (CLUSTER > 1) cluster_sync();  // nobody's shared memory goes while another reads it
+    end_tile<CLUSTER, SIDE, LANES, R, TOKENS, THREADS>(a, s, sums, rank, r0, first, token_rows);
 }
 
 #define KERNEL(STAGES)                                                                                                    \

@@ -1,7 +1,7 @@
 //! Every kernel against the arithmetic contract, bit for bit, on a GPU; and, with `bench`, the speed of linear layers and of decode steps.
 //!
 //! Prints `N passed, M failed, K skipped`; without a usable device everything is skipped, and that is counted.
-//! `gpu_kernels [filter]` runs the tests whose name contains the filter; `gpu_kernels bench [--full] [--rows=1,8,512]
+//! `gpu_kernels [filter] [--quick]` runs the tests whose name contains the filter, or a few cases of some; `gpu_kernels bench [--full] [--rows=1,8,512]
 //! [--contexts=512,4096] [--width=16] [--no-forms] [--no-ways]` measures and writes `kernels.json` to the directory in `OUT`.
 
 #[path = "gpu/attention.rs"]

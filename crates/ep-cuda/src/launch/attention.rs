@@ -162,7 +162,9 @@ fn simple_bytes(form: AttentionForm, dim: usize, group: usize) -> usize {
 
 /// Dynamic shared memory of attention_tile.cu.
 fn tile_bytes(dim: usize, group: usize) -> usize {
-    4 * (TILE_ROWS * (group * dim + 8) + 32 * (dim + 8) + 32 * dim + TILE_ROWS * (group * 32 + 8))
+    // Queries, keys, values, weights, values on their way, maxima and sums.
+    let floats = TILE_ROWS * (group * dim + 8) + 32 * (dim + 8) + 32 * dim + TILE_ROWS * (group * 32 + 8 + 2 * group);
+    4 * floats + 32 * dim * 2
 }
 
 /// Dynamic shared memory of attention_rows.cu.

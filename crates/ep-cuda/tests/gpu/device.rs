@@ -284,6 +284,11 @@ pub fn extreme(rng: &mut ChaCha8Rng, n: usize, broken: bool) -> Vec<f32> {
     x
 }
 
+/// True if only a part of the cases is asked for (`--quick`): under a sanitizer each takes long.
+pub fn quick() -> bool {
+    std::env::args().any(|a| a == "--quick")
+}
+
 /// Runs `test` on every item, also after failures, so that one run shows everything that is wrong.
 pub fn each<T>(items: impl IntoIterator<Item = T>, mut test: impl FnMut(T)) {
     let mut failed = 0;
