@@ -140,3 +140,41 @@ fn formats_have_the_constants_that_the_kernels_take() {
     assert_eq!(format_constants(nbits(8, 64, f16, ZeroPoint::Midpoint)), (6, 0x8080_8080, 1));
     assert_eq!(format_constants(nbits(8, 256, f32, ZeroPoint::TwosComplement)), (8, 0, 0));
 }
+
+#[test]
+fn what_is_read_in_place_has_the_host_s_addresses_or_none_at_all() {
+    let model = random_model(9, &ModelShape::default());
+    let g = geometry(&model, KvLayout::HeadMajor, KvDtype::F16);
+    let mut program = resident(&model, 2);
+    let mut moved = None;
+    for instr in &mut program.instrs {
+        if let Instr::Op(Op::Linear { segments, .. }) = instr {
+            let last = segments.last_mut().unwrap();
+            (last.place, moved) = (Place::HostMapped, Some(*last));
+        }
+    }
+    let moved = moved.unwrap();
+    let plan = plan(&program, &model).unwrap();
+    assert!(plan.tasks().any(Task::reads_host) && plan.segments().any(|s| s.place == Place::HostMapped));
+    let mut at = addresses(&model);
+    let key = GraphKey { rows: 8, wanted: 2, chunks: 8 };
+    let bind = |at: &Addresses| {
+        let width = ActivationWidth::Int16;
+        let binder = Binder { model: &model, geometry: &g, at, width, slot_bytes: 0, key };
+        plan.tasks().map(|task| binder.bind(task)).collect::<Result<Vec<_>, _>>()
+    };
+    let error = bind(&at).unwrap_err();
+    assert!(error.contains("on the host have no address"), "{error}");
+    for (i, s) in plan.segments().filter(|s| s.place == Place::HostMapped).enumerate() {
+        let base = (5 << 40) + (i as u64) * 4096;
+        at.host_mapped.insert((s.tensor, s.row, s.rows), [base, base + 16, base + 32]);
+    }
+    let expected = at.host_mapped[&(moved.tensor, moved.row, moved.rows)];
+    let launches = bind(&at).unwrap();
+    let linear = launches.iter().flatten().filter_map(|(launch, _)| match launch {
+        Launch::Linear(_, args) => Some(args),
+        _ => None,
+    });
+    let mut found = linear.flat_map(|args| &args.segment[..args.segments as usize]);
+    assert!(found.any(|segment| segment.planes == expected));
+}
