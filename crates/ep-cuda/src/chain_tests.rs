@@ -194,3 +194,23 @@ fn shared_memory_holds_the_widest_activation() {
     assert_eq!(area.activation, 512 / 32 * 72 + 512 * 4);
     assert_eq!((area.keys, area.query, area.share), (32 * 64 * 2, 96 * 4, 4));
 }
+
+#[test]
+fn weights_that_are_read_in_place_on_the_host_are_in_no_chain() {
+    let model = model();
+    let mut program = program(&model, &[]);
+    let linears = program.instrs.iter_mut().filter_map(|instr| match instr {
+        Instr::Op(Op::Linear { segments, .. }) => Some(segments),
+        _ => None,
+    });
+    for segments in linears.skip(3).step_by(4) {
+        segments.iter_mut().for_each(|s| s.place = Place::HostMapped);
+    }
+    let plan = plan(&program, &model).unwrap();
+    let on_host: Vec<usize> = (0..plan.actions.len())
+        .filter(|&i| matches!(&plan.actions[i], Action::Launch(task) if task.reads_host()))
+        .collect();
+    let chains = chains(&plan, &model, &geometry(&model, KvDtype::F16), 8);
+    assert!(!on_host.is_empty() && !chains.is_empty());
+    assert!(chains.iter().all(|chain| on_host.iter().all(|i| !chain.actions.contains(i))));
+}
