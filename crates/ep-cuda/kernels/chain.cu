@@ -197,17 +197,7 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
                     const uint4 c = *(const uint4*)(at + r * 512);
                     const u8* sc = scales + (r * 4 + group) * (16 * SCALE);
                     const float s = HALF ? f16_to_float(*(const u16*)sc) : *(const float*)sc;
-                    const u32 w[4] = {c.x, c.y, c.z, c.w};
-                    int high = W16 ? 0 : ds.y, low = ds.y;
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const int even = (int)((w[j] ^ l.flip) & 0x0f0f0f0fu);
-                        const int odd = (int)(((w[j] >> 4) ^ l.flip) & 0x0f0f0f0fu);
-                        high = __dp4a(odd, v[2 * j + 1], __dp4a(even, v[2 * j], high));
-                        if (W16) low = __dp4a(odd, v[(W16 ? 8 : 0) + 2 * j + 1], __dp4a(even, v[(W16 ? 8 : 0) + 2 * j], low));
-                    }
-                    const int dot = W16 ? high * 256 + low : high;
-                    acc[r] = __fmaf_rn((float)dot, __fmul_rn(s, __int_as_float(ds.x)), acc[r]);
+                    acc[r] = add_planar<W16>(acc[r], c, l.flip, v, ds, s);
                 }
             }
             u32 u = i * gridDim.x + blockIdx.x;

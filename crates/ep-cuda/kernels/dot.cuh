@@ -58,6 +58,23 @@ __device__ __forceinline__ float add_block(float lane, const int w[8], const Blo
     return lane;
 }
 
+// Adds one block of planar 4-bit codes without zero points to its lane: `x` holds the activation's codes as PAIR formats
+// want them, high bytes and then, if W16, low ones; `ds` is {d, -8 * sum of the codes}, which takes the middle off.
+template <bool W16>
+__device__ __forceinline__ float add_planar(float lane, uint4 codes, u32 flip, const int* x, int2 ds, float scale) {
+    const u32 w[4] = {codes.x, codes.y, codes.z, codes.w};
+    int high = W16 ? 0 : ds.y, low = ds.y;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int even = (int)((w[i] ^ flip) & 0x0f0f0f0fu);
+        const int odd = (int)(((w[i] >> 4) ^ flip) & 0x0f0f0f0fu);
+        high = __dp4a(odd, x[2 * i + 1], __dp4a(even, x[2 * i], high));
+        if (W16) low = __dp4a(odd, x[(W16 ? 8 : 0) + 2 * i + 1], __dp4a(even, x[(W16 ? 8 : 0) + 2 * i], low));
+    }
+    const int dot = W16 ? high * 256 + low : high;
+    return __fmaf_rn((float)dot, __fmul_rn(scale, __int_as_float(ds.x)), lane);
+}
+
 // Bias, then residual, then the store: output `column` of row `row`.
 __device__ __forceinline__ void store_output(const LinearArgs& a, const LinearSegment& s, u32 r, u32 row, float v) {
     if (s.bias) v = __fadd_rn(v, float_at(s.bias, s.bias_type, r));

@@ -155,17 +155,7 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
                 const uint4 c = *(const uint4*)(at + r * 512);
                 const u8* sc = scales + (r * 4 + group) * (16 * SCALE);
                 const float s = HALF ? f16_to_float(*(const u16*)sc) : *(const float*)sc;
-                const u32 w[4] = {c.x, c.y, c.z, c.w};
-                int high = W16 ? 0 : ds.y, low = ds.y;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int even = (int)((w[i] ^ a.flip) & 0x0f0f0f0fu);
-                    const int odd = (int)(((w[i] >> 4) ^ a.flip) & 0x0f0f0f0fu);
-                    high = __dp4a(odd, x[2 * i + 1], __dp4a(even, x[2 * i], high));
-                    if (W16) low = __dp4a(odd, x[(W16 ? 8 : 0) + 2 * i + 1], __dp4a(even, x[(W16 ? 8 : 0) + 2 * i], low));
-                }
-                const int dot = W16 ? high * 256 + low : high;
-                acc[r] = __fmaf_rn((float)dot, __fmul_rn(s, __int_as_float(ds.x)), acc[r]);
+                acc[r] = add_planar<W16>(acc[r], c, a.flip, x, ds, s);
             }
         }
         u32 u = unit;
