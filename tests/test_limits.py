@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Literal
 
 import headrace
 import pytest
@@ -69,6 +71,24 @@ def model(request: pytest.FixtureRequest) -> Path:
 def resident(model: Path) -> list[tuple[int, ...]]:
     """What the CPU says, weights in place."""
     return generate(headrace.Engine.load(model, device="cpu", max_context=CONTEXT))
+
+
+@pytest.mark.parametrize("device", ["cpu", "host-device"])
+def test_a_load_says_what_it_was_spent_on(smollm2: Path, device: Literal["cpu", "host-device"]) -> None:
+    start = time.monotonic()
+    engine = headrace.Engine.load(smollm2, device=device, max_context=CONTEXT)
+    seconds = time.monotonic() - start
+    spent = engine.stats().time
+    parts = ["files", "device", "attach", "kernels", "plan", "weights", "pages"]
+    if device == "cpu":
+        parts = [part for part in parts if part not in ("kernels", "weights")]
+    assert [part for part, _ in spent.load_parts] == parts
+    assert all(part >= 0 for _, part in spent.load_parts)
+    assert sum(part for _, part in spent.load_parts) == pytest.approx(spent.load_seconds)
+    # Nothing of the load is left out.
+    assert 0.5 * seconds < spent.load_seconds <= seconds
+    engine.reset_stats()
+    assert engine.stats().time.load_parts == spent.load_parts
 
 
 @pytest.mark.parametrize("layout", ["head-major", "seq-major"])

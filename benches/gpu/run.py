@@ -107,6 +107,7 @@ def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, 
         step_bytes = engine.plan.model.step_bytes
         for sequences in (1, 8, 32):
             row = {"shape": shape, "activations": activations, "sequences": sequences, "cold": 0.0, "load_s": load}
+            row["load_parts_s"] = dict(engine.stats().time.load_parts)
             row |= decode(engine, sequences, 64)
             row["weights_gb_per_s"] = step_bytes / row["step_ms"] / 1e6
             rows_out.append(row | {"memory": memory_of(engine)})

@@ -228,7 +228,10 @@ class TimeStats(Record):
     """Time. Totals in seconds, from the call that starts a step to its return, by the host's monotonic clock."""
 
     load_seconds: float
-    """Reading and laying out the model. Gauge."""
+    """Loading the engine. Gauge."""
+    load_parts: tuple[tuple[str, float], ...]
+    """What loading it was spent on, in order, with seconds: reading the `files`, opening the `device`, its tables and streams
+    (`attach`), its `kernels`, the `plan`, placing `weights`, KV `pages`. Gauge."""
     prefill_seconds: float
     """Steps that hold prompt rows."""
     decode_seconds: float

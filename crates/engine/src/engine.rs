@@ -9,7 +9,6 @@ mod logits;
 mod step;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use headrace_model::ModelSpec;
 use headrace_model::tokenizer::Tokenizer;
@@ -24,6 +23,7 @@ use crate::error::Result;
 use crate::home::Home;
 use crate::inventory::Inventory;
 use crate::kv_state::KvState;
+use crate::laps::Laps;
 use crate::options::{EngineOptions, GenerationOptions};
 use crate::paged::PagedCounters;
 use crate::plan::MemoryReport;
@@ -66,7 +66,8 @@ pub struct Engine {
     before: PagedCounters,
     /// What the device had counted then.
     device_before: DeviceReport,
-    load_time: Duration,
+    /// What loading it took.
+    laps: Laps,
     asked_for: String,
 }
 

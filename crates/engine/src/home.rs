@@ -13,6 +13,7 @@ use crate::books::{Books, Others};
 use crate::budget::Budget;
 use crate::dynamic::policy_limits;
 use crate::error::{EngineError, Result};
+use crate::laps::Laps;
 use crate::layout::PieceLayout;
 use crate::mode::PlacementMode;
 use crate::options::EngineOptions;
@@ -51,15 +52,18 @@ impl Home {
         model: &Arc<ModelSpec>,
         geometry: KvGeometry,
         options: &EngineOptions,
+        laps: &mut Laps,
     ) -> Result<Home> {
         if let Some(kind) = options.policy {
             let what = "this device reads weights in place and has no residency to decide";
             return Err(EngineError::argument("policy", kind.name(), what));
         }
         provider.attach(model.clone(), geometry)?;
+        laps.end("attach");
         let step = program::in_place(model, options);
         provider.resize(RangeKind::Workspace, step.workspace_bytes(&model.config))?;
         let step = provider.record(step)?;
+        laps.end("plan");
         Ok(Home::InPlace {
             provider,
             step,
@@ -74,14 +78,17 @@ impl Home {
         model: &Arc<ModelSpec>,
         options: &EngineOptions,
         sizes: Sizes,
+        laps: &mut Laps,
     ) -> Result<Home> {
         check_in_place(provider.as_ref(), options)?;
         provider.attach(model.clone(), sizes.geometry)?;
+        laps.end("attach");
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let mut weights = PagedWeights::new(provider, model.clone(), options.clone(), target)?;
         let layout = weights.schedule_layout().clone();
         let mut needs = device_needs(weights.provider_mut(), model, options, &layout)?;
+        laps.end("kernels");
         // An engine without a limit has no part in anybody's.
         let key = weights.provider().memory_key().filter(|_| sizes.mode != PlacementMode::Unmanaged);
         let books = Books::open(key.as_deref(), sizes.limit, info.granule)?;
@@ -89,7 +96,9 @@ impl Home {
         let member = books.join();
         needs.others = books.others(Some(&member));
         let plan = MemoryPlan::new(weights.schedule_layout(), info.granule, needs, &sizes)?;
+        laps.end("plan");
         let budget = Box::new(Budget::new(weights, plan, member)?);
+        laps.end("weights");
         drop(joining);
         Ok(Home::Paged { budget, sizes })
     }

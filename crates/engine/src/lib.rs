@@ -13,6 +13,7 @@ pub mod error;
 mod home;
 pub mod inventory;
 mod kv_state;
+mod laps;
 pub mod layout;
 pub mod mode;
 pub mod options;

@@ -105,6 +105,8 @@ def _summary(s: Stats, reason: str | None) -> str:
             f"prompt {s.tokens.prompt} tokens, {prefill:.1f} tokens/s; new {s.tokens.emitted} tokens, "
             f"{decode:.1f} tokens/s; ended by {reason}",
             f"weights {s.weights.referenced_bytes:,} bytes; KV {s.kv.bucket_pages * s.kv.page_bytes:,} bytes in "
-            f"{s.kv.bucket_pages} pages; load {s.time.load_seconds:.2f} s",
+            f"{s.kv.bucket_pages} pages; load {s.time.load_seconds:.2f} s ("
+            + ", ".join(f"{part} {seconds:.2f}" for part, seconds in s.time.load_parts if seconds >= 0.005)
+            + ")",
         ]
     )

@@ -34,7 +34,11 @@ impl Engine {
             kv: self.kv.stats(),
             graph: GraphStats::between(&opened.graphs, &device.graphs, &self.before, &weights),
             sources: SourceStats::between(&opened.sources, &device.sources),
-            time: TimeStats { load_seconds: self.load_time.as_secs_f64(), ..self.counters.time.clone() },
+            time: TimeStats {
+                load_seconds: self.laps.seconds(),
+                load_parts: self.laps.parts(),
+                ..self.counters.time.clone()
+            },
             clock: ClockStats::default(),
         };
         let drafts = stats.tokens.drafts;

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use headrace_model::tokenizer::Tokenizer;
 use headrace_model::{Model, ModelSpec};
@@ -14,6 +13,7 @@ use crate::error::{EngineError, Result};
 use crate::home::Home;
 use crate::inventory::Inventory;
 use crate::kv_state::KvState;
+use crate::laps::Laps;
 use crate::options::EngineOptions;
 use crate::paged::PagedCounters;
 use crate::plan::MemoryReport;
@@ -24,12 +24,11 @@ use crate::trade::Trade;
 impl Engine {
     /// Loads the model at `path` (a GGUF file, an ONNX directory or its `.onnx` file) onto a device.
     pub fn load(path: &Path, options: EngineOptions) -> Result<Engine> {
-        let start = Instant::now();
+        let mut laps = Laps::start();
         options.check()?;
         let Model { spec, tokenizer } = headrace_model::load(path)?;
-        let mut engine = Engine::from_spec(Arc::new(spec), tokenizer, options)?;
-        engine.load_time = start.elapsed();
-        Ok(engine)
+        laps.end("files");
+        Engine::open(Arc::new(spec), tokenizer, options, laps)
     }
 
     /// An engine for a model that is in memory already.
@@ -37,9 +36,19 @@ impl Engine {
     /// # Errors
     /// As [`Engine::load`].
     pub fn from_spec(model: Arc<ModelSpec>, tokenizer: Option<Tokenizer>, options: EngineOptions) -> Result<Engine> {
+        Engine::open(model, tokenizer, options, Laps::start())
+    }
+
+    fn open(
+        model: Arc<ModelSpec>,
+        tokenizer: Option<Tokenizer>,
+        options: EngineOptions,
+        mut laps: Laps,
+    ) -> Result<Engine> {
         let setup = Setup::new(&model, &options)?;
         let chosen = setup.device(&options)?;
-        Engine::assemble(model, tokenizer, options, setup, chosen)
+        laps.end("device");
+        Engine::assemble(model, tokenizer, options, setup, chosen, laps)
     }
 
     /// An engine on a device of the caller's making, with memory of its own, of which `limit` bytes may be used. The device of
@@ -56,7 +65,7 @@ impl Engine {
     ) -> Result<Engine> {
         let setup = Setup::new(&model, &options)?;
         let chosen = Chosen { device: Device::Paged(device, limit), asked_for: String::new() };
-        Engine::assemble(model, tokenizer, options, setup, chosen)
+        Engine::assemble(model, tokenizer, options, setup, chosen, Laps::start())
     }
 
     fn assemble(
@@ -65,12 +74,16 @@ impl Engine {
         options: EngineOptions,
         setup: Setup,
         chosen: Chosen,
+        mut laps: Laps,
     ) -> Result<Engine> {
         let home = match chosen.device {
-            Device::InPlace(provider) => Home::in_place(provider, &model, setup.geometry, &options)?,
-            Device::Paged(provider, limit) => Home::paged(provider, &model, &options, setup.sizes(&options, limit))?,
+            Device::InPlace(provider) => Home::in_place(provider, &model, setup.geometry, &options, &mut laps)?,
+            Device::Paged(provider, limit) => {
+                Home::paged(provider, &model, &options, setup.sizes(&options, limit), &mut laps)?
+            }
         };
         let kv = KvState::new(setup.geometry, setup.max_context, options.max_batch, &home)?;
+        laps.end("pages");
         Ok(Engine {
             model,
             tokenizer: tokenizer.map(Arc::new),
@@ -85,7 +98,7 @@ impl Engine {
             counters: Counters::default(),
             before: PagedCounters::default(),
             device_before: DeviceReport::default(),
-            load_time: Duration::ZERO,
+            laps,
             asked_for: chosen.asked_for,
         })
     }

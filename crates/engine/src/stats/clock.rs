@@ -7,8 +7,10 @@ use serde::Serialize;
 /// if they came later, to its results.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TimeStats {
-    /// Reading and laying out the model. Gauge.
+    /// Loading the engine. Gauge.
     pub load_seconds: f64,
+    /// What loading it was spent on, in order: `files`, `device`, `attach`, `kernels`, `plan`, `weights`, `pages`. Gauge.
+    pub load_parts: Vec<(String, f64)>,
     /// Steps that hold prompt rows.
     pub prefill_seconds: f64,
     /// Steps that hold none.
