@@ -38,7 +38,7 @@ esac
 "$venv/python" -m pip install --quiet "$wheel[test]"
 
 step "every CUDA kernel assembled for every architecture"
-"$venv/python" crates/ep-cuda/tools/compile.py --quiet
+"$venv/python" crates/ep-cuda/tools/compile.py --quiet --ptx target/headrace-ptx
 
 step "types and stubs"
 (cd tests && "$venv/python" -m mypy --strict --package headrace)

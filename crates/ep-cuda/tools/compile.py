@@ -3,7 +3,9 @@
 Prints registers, spills and shared memory of each kernel; exits with 1 if a kernel spills or does not assemble.
 Needs the Python packages nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvcc-cu12, nothing else: no GPU, no toolkit.
 
-    python crates/ep-cuda/tools/compile.py [--quiet] [--allow-spills] [kernel.cu ...]
+    python crates/ep-cuda/tools/compile.py [--quiet] [--allow-spills] [--ptx target/headrace-ptx] [kernel.cu ...]
+
+With --ptx, what cargo's build has compiled since the last change of any source is assembled as it is: that is what ships.
 """
 
 import argparse
@@ -72,10 +74,23 @@ def ptx(lib, source, extra, target):
     return out.value
 
 
+def built(directory, module, target):
+    """What cargo's build keeps of a module, if that is newer than every source; else None."""
+    changed = max(os.path.getmtime(path) for path in glob.glob(os.path.join(KERNELS, "*")))
+    kept = glob.glob(os.path.join(glob.escape(directory), f"{module}.{target}.*.ptx"))
+    newest = max(kept, key=os.path.getmtime, default=None)
+    if newest is None or os.path.getmtime(newest) < changed:
+        return None
+    with open(newest, "rb") as f:
+        return f.read().rstrip(b"\0")
+
+
 def one(job):
-    (module, source, extra), target = job
-    lib = ctypes.CDLL(package_file("cuda_nvrtc/lib/libnvrtc.so.*"))
-    code = ptx(lib, source, extra, target)
+    (module, source, extra), target, directory = job
+    code = built(directory, module, target) if directory else None
+    if code is None:
+        lib = ctypes.CDLL(package_file("cuda_nvrtc/lib/libnvrtc.so.*"))
+        code = ptx(lib, source, extra, target)
     lines, bad = [], 0
     with tempfile.TemporaryDirectory() as tmp:
         path = os.path.join(tmp, "k.ptx")
@@ -107,13 +122,14 @@ def main():
     parser.add_argument("--allow-spills", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="print only kernels that spill or fail, and the count")
     parser.add_argument("--target", choices=sorted(TARGETS))
+    parser.add_argument("--ptx", metavar="DIRECTORY", help="where cargo's build keeps what it has compiled")
     parser.add_argument("kernels", nargs="*")
     args = parser.parse_args()
     names = args.kernels or sorted(os.path.basename(p) for p in glob.glob(os.path.join(KERNELS, "*.cu")))
     targets = [args.target] if args.target else sorted(TARGETS)
     failures, kernels = 0, 0
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        for lines, bad in pool.map(one, [(j, t) for t in targets for j in jobs(names)]):
+        for lines, bad in pool.map(one, [(j, t, args.ptx) for t in targets for j in jobs(names)]):
             shown = [line for line in lines if bad or not args.quiet]
             if shown:
                 print("\n".join(shown), flush=True)
