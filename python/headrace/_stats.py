@@ -225,7 +225,8 @@ class KvStats(Record):
 
 @dataclass(frozen=True)
 class TimeStats(Record):
-    """Time. Totals in seconds, from the call that starts a step to its return, by the host's monotonic clock."""
+    """Time. Totals in seconds by the host's monotonic clock, from the submission of a step, or from the results of the step
+    before if they came later, to its results."""
 
     load_seconds: float
     """Loading the engine. Gauge."""

@@ -107,7 +107,7 @@ impl EngineOptions {
         self.prefill_chunk.max(self.max_batch)
     }
 
-    /// Most rows of a step whose logits are kept: what fits 64 MiB, and at least one a sequence.
+    /// Most rows of a step whose logits are kept: what fits 8 MiB, and at least one a sequence.
     pub fn max_wanted(&self, vocab: usize) -> usize {
         (LOGITS_BYTES / (4 * vocab.max(1))).clamp(self.max_batch, self.max_rows())
     }
