@@ -5,9 +5,25 @@
 // One element's code, and its block's step size and sum of codes (in every lane).
 struct Quantised { int code, sum; float d; };
 
-template <bool W16> __device__ __forceinline__ Quantised quantise32(float v) {
+// What a block's codes are made with: each is `rint(factor * value)`, and `d * code` is about the value. From the largest
+// magnitude of the block, as a pattern without sign: infinity and NaN are larger than every finite one.
+struct QuantiseStep { float d, factor; };
+
+template <bool W16> __device__ __forceinline__ QuantiseStep quantise_step(u32 largest) {
     const float max_code = W16 ? 32512.0f : 127.0f;
-    // The largest pattern without sign: infinity and NaN are larger than every finite magnitude.
+    const float amax = __uint_as_float(largest), inv = __fdiv_rn(max_code, amax);
+    // Codes that can't be made are zero, whatever they are a factor of: also of infinity, which converts to zero as NaN.
+    QuantiseStep step = {0.0f, 0.0f};
+    if (largest >= 0x7f800000u) {
+        step.d = amax;
+    } else if ((__float_as_uint(inv) & 0x7fffffffu) < 0x7f800000u) {
+        step.d = __fdiv_rn(amax, max_code);
+        step.factor = inv;
+    }
+    return step;
+}
+
+template <bool W16> __device__ __forceinline__ Quantised quantise32(float v) {
     u32 bits = __float_as_uint(v) & 0x7fffffffu;
 #if __CUDA_ARCH__ >= 800
     bits = __reduce_max_sync(FULL, bits);
@@ -15,14 +31,8 @@ template <bool W16> __device__ __forceinline__ Quantised quantise32(float v) {
 #pragma unroll
     for (int n = 16; n > 0; n >>= 1) bits = max(bits, __shfl_xor_sync(FULL, bits, n));
 #endif
-    const float amax = __uint_as_float(bits), inv = __fdiv_rn(max_code, amax);
-    Quantised out = {0, 0, 0.0f};
-    if (bits >= 0x7f800000u) {
-        out.d = amax;
-    } else if ((__float_as_uint(inv) & 0x7fffffffu) < 0x7f800000u) {
-        out.d = __fdiv_rn(amax, max_code);
-        out.code = __float2int_rn(__fmul_rn(v, inv));
-    }
+    const QuantiseStep step = quantise_step<W16>(bits);
+    Quantised out = {__float2int_rn(__fmul_rn(v, step.factor)), 0, step.d};
 #if __CUDA_ARCH__ >= 800
     out.sum = __reduce_add_sync(FULL, out.code);
 #else

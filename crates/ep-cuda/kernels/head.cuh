@@ -23,26 +23,53 @@ __device__ __forceinline__ float head_norm(const float* x, u32 n, float eps) {
 }
 
 // Hands every element of head `h` (queries, then keys, then values) of a row to `put(i, value)`, normed and rotated as
-// its kind asks. `x` is the head in the row. One warp.
+// its kind asks. `x` is the head in the row. One warp. 128 elements are loaded before the first of them is put.
 template <class Put>
 __device__ __forceinline__ void rotate_head(const RopeArgs& a, const float* x, u32 h, u32 position, const Put& put) {
-    const u32 lane = threadIdx.x & 31;
+    const u32 lane = threadIdx.x & 31, PAIRS = 2, SINGLES = 4;
     const bool query = h < a.heads, value = h >= a.heads + a.kv_heads;
     const u8* weight = value ? nullptr : query ? a.q_norm : a.k_norm;
     const u32 type = query ? a.q_norm_type : a.k_norm_type;
-    const float inv = weight ? head_norm(x, a.head_dim, a.eps) : 1.0f;
-    auto element = [&](u32 i) {
-        const float v = __ldcg(x + i);
-        return weight ? __fmul_rn(__fmul_rn(v, inv), float_at(weight, type, i)) : v;
-    };
     const u32 rotated = value ? 0 : a.dims, half = rotated / 2;
     const float* cosines = a.cos + (size_t)position * (a.dims / 2);
     const float* sines = a.sin + (size_t)position * (a.dims / 2);
-    for (u32 i = lane; i < half; i += 32) {
-        const u32 ia = a.interleaved ? 2 * i : i, ib = a.interleaved ? 2 * i + 1 : i + half;
-        const float p = element(ia), q = element(ib), c = cosines[i], s = sines[i];
-        put(ia, __fmaf_rn(p, c, -__fmul_rn(q, s)));
-        put(ib, __fmaf_rn(q, c, __fmul_rn(p, s)));
+    const float inv = weight ? head_norm(x, a.head_dim, a.eps) : 1.0f;
+    auto first = [&](u32 i) { return a.interleaved ? 2 * i : i; };
+    auto second = [&](u32 i) { return a.interleaved ? 2 * i + 1 : i + half; };
+    auto normed = [&](float e, u32 i) {
+        return weight ? __fmul_rn(__fmul_rn(e, inv), float_at(weight, type, i)) : e;
+    };
+#pragma unroll 1
+    for (u32 from = lane; from < half; from += 32 * PAIRS) {
+        float p[PAIRS], q[PAIRS], c[PAIRS], s[PAIRS];
+#pragma unroll
+        for (u32 j = 0; j < PAIRS; j++) {
+            const u32 i = from + j * 32;
+            if (i < half) {
+                p[j] = __ldcg(x + first(i));
+                q[j] = __ldcg(x + second(i));
+                c[j] = cosines[i];
+                s[j] = sines[i];
+            }
+        }
+#pragma unroll
+        for (u32 j = 0; j < PAIRS; j++) {
+            const u32 i = from + j * 32;
+            if (i < half) {
+                const float e = normed(p[j], first(i)), o = normed(q[j], second(i));
+                put(first(i), __fmaf_rn(e, c[j], -__fmul_rn(o, s[j])));
+                put(second(i), __fmaf_rn(o, c[j], __fmul_rn(e, s[j])));
+            }
+        }
     }
-    for (u32 i = rotated + lane; i < a.head_dim; i += 32) put(i, element(i));
+#pragma unroll 1
+    for (u32 from = rotated + lane; from < a.head_dim; from += 32 * SINGLES) {
+        float v[SINGLES];
+#pragma unroll
+        for (u32 j = 0; j < SINGLES; j++)
+            if (from + j * 32 < a.head_dim) v[j] = __ldcg(x + from + j * 32);
+#pragma unroll
+        for (u32 j = 0; j < SINGLES; j++)
+            if (from + j * 32 < a.head_dim) put(from + j * 32, normed(v[j], from + j * 32));
+    }
 }
