@@ -69,13 +69,12 @@ struct AttentionArgs {
 
 struct ChainSegment { const u8 *codes, *scales, *bias; u32 rows, column, before, accumulate; };
 
+struct ChainMatrix { float* out; u32 units, first, segment, segments, blocks, flip; };
+
 struct ChainLinear {
-    const ChainSegment* segment;
     Activation x;
     const float* src;
     const u8* weight;
-    float* out;
-    u32 segments, units, base, flip;
     float eps;
     u32 kv;
 };
@@ -84,13 +83,13 @@ struct ChainTask { u32 kind, index; };
 
 struct ChainArgs {
     StepRef step;
-    const ChainTask* task;
+    const uint4* table;
     const ChainLinear* linear;
     const AttentionArgs* attention;
     const RopeArgs* rope;
     const QuantiseArgs* activation;
     u32* barrier;
-    u32 tasks, linears, area, slots;
+    u32 tasks, linears, segments, table_bytes, area, slots;
 };
 
 struct ArgmaxResult { u32 token, bad; };
@@ -109,8 +108,8 @@ struct ArgmaxArgs {
 
 struct ProbeArgs { const uint4* source; u64 count; u32* sink; };
 
-static_assert(sizeof(ChainSegment) == 40 && sizeof(ChainLinear) == 88 && sizeof(ChainTask) == 8, "abi");
-static_assert(sizeof(ChainArgs) == 96, "abi");
+static_assert(sizeof(ChainSegment) == 40 && sizeof(ChainMatrix) == 32 && sizeof(ChainLinear) == 56, "abi");
+static_assert(sizeof(ChainArgs) == 104 && sizeof(ChainTask) == 8, "abi");
 static_assert(sizeof(ProbeArgs) == 24, "abi");
 static_assert(sizeof(StepRef) == 32 && sizeof(Activation) == 32 && sizeof(LinearSegment) == 48, "abi");
 static_assert(sizeof(LinearArgs) == 104 + 48 * MAX_SEGMENTS && sizeof(QuantiseArgs) == 112, "abi");

@@ -2,24 +2,28 @@
 // model whose weights are all resident is one chain.
 //
 // As many blocks as multiprocessors stay for the whole chain and meet at a barrier after each task. Weights don't wait for
-// barriers: each warp has a ring in shared memory that asynchronous copies fill D - 1 steps ahead of its arithmetic,
-// across the borders of rows, matrices and tasks, so the memory works while blocks meet, attend and quantise.
+// barriers: each warp has a ring in shared memory that asynchronous copies fill D - 1 slots ahead of its arithmetic, across
+// the borders of rows, matrices and tasks, so the memory works while blocks meet, attend and quantise. The last warp of a
+// block has no ring: it speaks for the block at barriers, where a warp with copies under way would wait for them.
 //
-// Units of 8 weight rows are interleaved over the blocks, and a block's units over its warps, counted through all matrices
-// of the chain: neighbours in time are in different rings. Lane l of a warp has rows 4 * r + l % 4 of its unit, and of
-// them the blocks l / 4, l / 4 + 8, ...: the contract's lanes. Planar 4-bit codes in blocks of 32 without zero points,
-// columns a multiple of 256.
+// Units of 4 weight rows are interleaved over the blocks, and a block's units over its warps, counted through all matrices of
+// the chain: neighbours in time are in different rings. Lane l of a warp has row l % 4 of its unit, and of it the blocks
+// l / 4, l / 4 + 8, ...: the contract's lanes. Planar 4-bit codes in blocks of 32 without zero points, columns a multiple of
+// 256.
 //
-// Launch: cooperative, block any number of warps up to 16, grid the multiprocessors. Dynamic shared memory: `area`
-// bytes for the activation or attention, then warps * (D * 1024 + (D / 2 + 2) * 128 * scale bytes). `barrier` holds two
-// zeros, and does so again at the end. Compute capability 8.0 and up. Compiled for each format class (FORMAT) with PIPE.
+// Launch: cooperative, 8 or 16 warps a block, grid the multiprocessors. Dynamic shared memory: `area` bytes for the
+// activation or attention, then a ring of D slots for each warp but the last, then `table_bytes`. `barrier` holds two zeros,
+// and does so again at the end. Compute capability 8.0 and up. Compiled for each format class (FORMAT) with PIPE.
 #include "chain.cuh"
 #include "dot.cuh"
 
 #if defined(PIPE) && __CUDA_ARCH__ >= 800
 
-#define RPT 2  // weight rows of a lane
-#define ROWS (4 * RPT)
+// Rows of a unit.
+#define ROWS 4
+// A slot of a ring: the codes of that many steps of 8 blocks, then their scales.
+#define STEPS 4
+#define CELL (ROWS * 8 * 16)
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
@@ -34,7 +38,7 @@ template <bool W16> struct Staged {
 };
 
 // Brings an activation that is in memory.
-template <bool W16> __device__ __forceinline__ void stage_codes(const Activation& x, const Staged<W16>& to) {
+template <bool W16> __device__ __forceinline__ void stage_codes(const Activation& x, Staged<W16> to) {
     const u32 PIECES = Staged<W16>::PIECES, kb = x.cols / 32;
     const int4* codes = (const int4*)x.codes;
     const size_t block = (size_t)x.ld * PIECES;
@@ -50,138 +54,181 @@ template <bool W16> __device__ __forceinline__ void stage_codes(const Activation
 
 // Makes the activation from the norm of a row, in every block for itself. `xs` holds the row.
 template <bool W16>
-__device__ __forceinline__ void stage_norm(const ChainLinear& l, const Staged<W16>& to, float* xs, u32* barrier, u32 count) {
-    __shared__ float lanes[128];
+__device__ __forceinline__ void stage_norm(const ChainLinear& l, Staged<W16> to, float* xs, u32* barrier, u32 count) {
+    __shared__ float lanes[256];
     const u32 n = l.x.cols, kb = n / 32, t = threadIdx.x, lane = t & 31, warp = t >> 5, warps = blockDim.x >> 5;
-    const u32 EARLY = 12;  // norm weights that are there before the row is
+    const u32 EARLY = 10;  // norm weights that are there before the row is
     const float* weight = (const float*)l.weight;
     float early[EARLY];
 #pragma unroll
-    for (u32 q = 0; q < EARLY; q++) {
-        const u32 k = warp + q * warps;
-        early[q] = k < kb ? __ldg(weight + k * 32 + lane) : 0.0f;
-    }
+    for (u32 q = 0; q < EARLY; q++) early[q] = __ldcg(weight + min(warp + q * warps, kb - 1) * 32 + lane);
     grid_wait(barrier, count);
 #pragma unroll 4
     for (u32 i = t * 4; i < n; i += blockDim.x * 4) *(float4*)(xs + i) = __ldcg((const float4*)(l.src + i));
     __syncthreads();
     float sum = 0.0f;
-    if (t < 256)
+    if (t < 256) {
 #pragma unroll 4
         for (u32 i = t; i < n; i += 256) sum = __fmaf_rn(xs[i], xs[i], sum);
-    // The tree over 256 lanes.
-    if (t >= 128 && t < 256) lanes[t - 128] = sum;
-    __syncthreads();
-    if (t < 128) lanes[t] = sum = __fadd_rn(sum, lanes[t]);
-    __syncthreads();
-    if (t < 64) sum = __fadd_rn(sum, lanes[t + 64]);
-    __syncthreads();
-    if (t < 64) lanes[t] = sum;
-    __syncthreads();
-    if (t < 32) {
-        sum = warp_tree(__fadd_rn(sum, lanes[t + 32]));
-        if (t == 0) lanes[0] = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)n), l.eps)));
+        lanes[t] = sum;
     }
     __syncthreads();
-    const float inv = lanes[0];
+    // The tree over 256 lanes, in every warp.
+    float v[8];
+#pragma unroll
+    for (u32 j = 0; j < 8; j++) v[j] = lanes[j * 32 + lane];
+    sum = tree8(v);
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, d));
+    const float inv = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, (float)n), l.eps)));
     // Where this lane's code goes in its block: even and odd elements of eight apart.
     const u32 at = ((lane >> 3) * 2 + (lane & 1)) * 4 + ((lane & 7) >> 1), piece = at / 16;
-    auto block = [&](u32 k, float w) {
-        const Quantised q = quantise32<W16>(__fmul_rn(__fmul_rn(xs[k * 32 + lane], inv), w));
+    auto put = [&](u32 k, int code) {
         u8* bytes = (u8*)to.pieces + at % 16;
-        bytes[(size_t)(piece * kb + k) * 16] = (u8)(W16 ? high_byte(q.code) : q.code);
-        if (W16) bytes[(size_t)((2 + piece) * kb + k) * 16] = (u8)low_byte(q.code);
-        if (lane == 0) to.steps[k] = make_int2(__float_as_int(q.d), -8 * q.sum);
+        bytes[(size_t)(piece * kb + k) * 16] = (u8)(W16 ? high_byte(code) : code);
+        if (W16) bytes[(size_t)((2 + piece) * kb + k) * 16] = (u8)low_byte(code);
     };
+    // Largest magnitudes first, lane q keeping that of the warp's block q: one division serves all blocks. Five blocks
+    // at a time without a branch between them, so that they overlap; those beyond the last repeat it.
+    u32 largest = 0;
 #pragma unroll
-    for (u32 q = 0; q < EARLY; q++)
-        if (warp + q * warps < kb) block(warp + q * warps, early[q]);
-    for (u32 k = warp + EARLY * warps; k < kb; k += warps) block(k, __ldg(weight + k * 32 + lane));
+    for (u32 half = 0; half < EARLY; half += 5) {
+        if (half > 0 && half * warps >= kb) break;
+#pragma unroll
+        for (u32 q = half; q < half + 5; q++) {
+            early[q] = __fmul_rn(__fmul_rn(xs[min(warp + q * warps, kb - 1) * 32 + lane], inv), early[q]);
+            const u32 most = __reduce_max_sync(FULL, __float_as_uint(early[q]) & 0x7fffffffu);
+            if (lane == q) largest = most;
+        }
+    }
+    const QuantiseStep step = quantise_step<W16>(largest);
+    int total = 0;
+#pragma unroll
+    for (u32 half = 0; half < EARLY; half += 5) {
+        if (half > 0 && half * warps >= kb) break;
+#pragma unroll
+        for (u32 q = half; q < half + 5; q++) {
+            const u32 k = warp + q * warps;
+            const int code = __float2int_rn(__fmul_rn(early[q], __shfl_sync(FULL, step.factor, q)));
+            const int sum = __reduce_add_sync(FULL, code);
+            if (lane == q) total = sum;
+            if (k < kb) put(k, code);
+        }
+    }
+    if (lane < EARLY && warp + lane * warps < kb)
+        to.steps[warp + lane * warps] = make_int2(__float_as_int(step.d), -8 * total);
+    for (u32 k = warp + EARLY * warps; k < kb; k += warps) {
+        const Quantised q = quantise32<W16>(__fmul_rn(__fmul_rn(xs[k * 32 + lane], inv), __ldcg(weight + k * 32 + lane)));
+        put(k, q.code);
+        if (lane == 0) to.steps[k] = make_int2(__float_as_int(q.d), -8 * q.sum);
+    }
 }
 
-// Finds the segment of a unit, which becomes the unit in the segment.
-__device__ __forceinline__ ChainSegment find_segment(const ChainLinear& l, u32& unit) {
-    u32 s = 0;
-    while (s + 1 < l.segments && l.segment[s + 1].before <= unit) s++;
-    const ChainSegment found = l.segment[s];
-    unit -= found.before;
-    return found;
-}
+// What a warp copies next: from block `step` on of unit `unit` of a block's share of matrix `from`. In shared memory between
+// matrices: registers are for the other tasks then.
+struct Aim { u32 from, unit, step; };
 
 template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(const ChainArgs& a) {
     extern __shared__ __align__(128) u8 area[];
+    __shared__ Aim aims[16];
     const u32 PIECES = Staged<W16>::PIECES, SCALE = HALF ? 2 : 4, PER_ROW = SCALE;  // 16-byte pieces of 16 scales
-    const u32 SLOT = RPT * 512, PAIR = RPT * 64 * SCALE, PAIRS = D / 2 + 2;
+    const u32 SLOT = STEPS * (CELL + ROWS * 8 * SCALE);
     const u32 lane = threadIdx.x & 31, klane = lane >> 2, group = lane & 3, warp = threadIdx.x >> 5;
-    const u32 warps = blockDim.x >> 5;
-    u8* ring = area + a.area + warp * (D * SLOT + PAIRS * PAIR);
+    const u32 warps = (blockDim.x >> 5) - 1;  // of those that multiply
+    u8* ring = area + a.area + warp * (D * SLOT);
     const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
 
-    // The first of a block's units of a matrix that this warp has; the next ones follow `warps` apart.
-    auto first_unit = [&](u32 base) { return (warp + warps - base % warps) % warps; };
+    // Where everything is, in shared memory: reads of it from device memory would queue behind the copies.
+    uint4* table = (uint4*)(area + a.area + warps * (D * SLOT));
+    for (u32 i = threadIdx.x; i < a.table_bytes / 16; i += blockDim.x) table[i] = __ldg(a.table + i);
+    const ChainMatrix* matrices = (const ChainMatrix*)table;
+    const ChainSegment* segments = (const ChainSegment*)(matrices + a.linears);
+    const ChainTask* tasks = (const ChainTask*)(segments + a.segments);
+    __syncthreads();
 
-    // What is copied next: step `from_step` of the block's unit `from_unit` of matrix `from`.
-    u32 from = 0, from_unit = first_unit(a.linear[0].base), from_step = 0, steps_of_from = 0, from_pair = 0;
+    // Finds the segment of a unit, which becomes the unit in the segment.
+    auto find_segment = [&](const ChainMatrix& m, u32& unit) -> const ChainSegment& {
+        const ChainSegment* s = segments + m.segment;
+        for (const ChainSegment* last = s + m.segments - 1; s < last && s[1].before <= unit;) s++;
+        unit -= s->before;
+        return *s;
+    };
+    // The first of a block's units of a matrix that this warp has; the next ones follow `warps` apart.
+    auto first_unit = [&](const ChainMatrix& m) { return warp >= m.first ? warp - m.first : warp + warps - m.first; };
+
+    // The copies: where this lane's next piece of codes is, where its scales, and how many blocks of the unit are left.
     const u32 copy_row = lane >> 3, copy_k = lane & 7, to_code = (copy_row * 8 + (copy_k ^ copy_row * 2)) * 16;
-    const u32 scale_row = lane / PER_ROW, scale_late = lane % PER_ROW / (PER_ROW / 2);
-    const u8 *code[RPT], *scale = nullptr;
-    auto aim = [&]() {  // at the next unit that exists
-        for (; from < a.linears; from++, from_unit = from < a.linears ? first_unit(a.linear[from].base) : 0) {
-            const ChainLinear& l = a.linear[from];
-            u32 u = from_unit * gridDim.x + blockIdx.x;
-            if (u >= l.units) continue;
-            const ChainSegment s = find_segment(l, u);
-            const u32 kb = l.x.cols / 32;
-            steps_of_from = kb / 8;
-#pragma unroll
-            for (int r = 0; r < RPT; r++)
-                code[r] = s.codes + ((size_t)min(u * ROWS + r * 4 + copy_row, s.rows - 1) * kb + copy_k) * 16;
-            scale = s.scales + (size_t)min(u * ROWS + scale_row, s.rows - 1) * kb * SCALE + lane % PER_ROW * 16;
-            return;
+    const u32 scale_row = lane / PER_ROW % ROWS, scale_k = lane / (PER_ROW * ROWS) * 16 + lane % PER_ROW * (16 / SCALE);
+    const bool scale_lane = lane < 2 * ROWS * PER_ROW;
+    const u8 *codes, *scales;
+    u32 from, unit, left;
+    auto aim = [&](u32 step) {  // at the next unit that exists
+        for (left = 0; from < a.linears;) {
+            const ChainMatrix& m = matrices[from];
+            u32 u = unit * gridDim.x + blockIdx.x;
+            if (u < m.units) {
+                const ChainSegment& s = find_segment(m, u);
+                const u32 row = u * ROWS, last = s.rows - 1;
+                codes = s.codes + ((size_t)min(row + copy_row, last) * m.blocks + step + copy_k) * 16;
+                scales = s.scales + ((size_t)min(row + scale_row, last) * m.blocks + step + scale_k) * SCALE;
+                left = m.blocks - step;
+                break;
+            }
+            if (++from < a.linears) unit = first_unit(matrices[from]);
         }
     };
     auto issue = [&](u32 slot) {
-        if (from < a.linears) {
-            const u32 to = ring_at + slot * SLOT + to_code;
+        if (left > 0) {
+            const u32 to = ring_at + slot * SLOT;
 #pragma unroll
-            for (int r = 0; r < RPT; r++) copy16(to + r * 512, code[r] + from_step * 128);
-            if ((from_step & 1) == 0) {
-                if (scale_row < ROWS && from_step + scale_late < steps_of_from)
-                    copy16(ring_at + D * SLOT + from_pair * PAIR + lane * 16, scale + from_step * (8 * SCALE));
-                from_pair = from_pair + 1 == PAIRS ? 0 : from_pair + 1;
-            }
-            if (++from_step == steps_of_from) {
-                from_step = 0;
-                from_unit += warps;
-                aim();
+            for (u32 c = 0; c < STEPS; c++)
+                if (left > c * 8) copy16(to + c * CELL + to_code, codes + c * 128);
+            if (scale_lane && left > scale_k) copy16(to + STEPS * CELL + lane * 16, scales);
+            codes += STEPS * 128;
+            scales += STEPS * 8 * SCALE;
+            if (left > STEPS * 8) {
+                left -= STEPS * 8;
+            } else {
+                unit += warps;
+                aim(0);
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    aim();
+    auto keep_aim = [&] {
+        if (lane == 0) aims[warp] = {from, unit, from < a.linears ? matrices[from].blocks - left : 0};
+    };
+    if (warp < warps) {
+        from = 0;
+        unit = first_unit(matrices[0]);
+        aim(0);
 #pragma unroll 1
-    for (u32 i = 0; i < D - 1; i++) issue(i);
+        for (u32 i = 0; i < D - 1; i++) issue(i);
+        keep_aim();
+    }
 
-    u32 slot = 0, pair = 0;
+    u32 slot = 0;
     const u32 from_code = (group * 8 + (klane ^ group * 2)) * 16;
-    auto multiply = [&](const ChainLinear& l) {
-        const u32 kb = l.x.cols / 32, steps_of_row = kb / 8;
+    auto multiply = [&](const ChainMatrix& m) {
+        const u32 kb = m.blocks, units = m.units, flip = m.flip;
         const Staged<W16> x(area, kb);
-        for (u32 i = first_unit(l.base); i * gridDim.x + blockIdx.x < l.units; i += warps) {
-            float acc[RPT];
-#pragma unroll
-            for (int r = 0; r < RPT; r++) acc[r] = 0.0f;
+        __syncwarp();
+        from = aims[warp].from;
+        unit = aims[warp].unit;
+        aim(aims[warp].step);
+        __syncwarp();
+        for (u32 i = first_unit(m); i * gridDim.x + blockIdx.x < units; i += warps) {
+            u32 u = i * gridDim.x + blockIdx.x;
+            const ChainSegment& s = find_segment(m, u);
+            const u32 row = u * ROWS + group;
+            const bool mine = klane == 0 && row < s.rows, biased = s.bias, accumulate = s.accumulate;
+            float* out = m.out + s.column + row;
+            const float bias = mine && biased ? __ldcg((const float*)s.bias + row) : 0.0f;
+            const float before = mine && accumulate ? __ldcg(out) : 0.0f;
+            float acc = 0.0f;
             const int4* px = x.pieces + klane;
             const int2* ps = x.steps + klane;
-#pragma unroll 2
-            for (u32 step = 0; step < steps_of_row; step++, px += 8, ps += 8) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
-                __syncwarp();  // the others' copies are there, and they have left the slot that is filled now
-                issue(slot == 0 ? D - 1 : slot - 1);
-                const u8* at = ring + slot * SLOT + from_code;
-                const u8* scales = ring + D * SLOT + pair * PAIR + ((step & 1) * 8 + klane) * SCALE;
-                if ((step & 1) || step + 1 == steps_of_row) pair = pair + 1 == PAIRS ? 0 : pair + 1;
-                slot = slot + 1 == D ? 0 : slot + 1;
+            auto step = [&](const u8* codes, const u8* scale) {
                 int v[PIECES * 4];
 #pragma unroll
                 for (u32 j = 0; j < PIECES; j++) {
@@ -191,65 +238,72 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
                     v[4 * j + 2] = p.z;
                     v[4 * j + 3] = p.w;
                 }
-                const int2 ds = *ps;
+                const float f = HALF ? f16_to_float(*(const u16*)scale) : *(const float*)scale;
+                acc = add_planar<W16>(acc, *(const uint4*)codes, flip, v, *ps, f);
+                px += 8;
+                ps += 8;
+            };
+            // Scales of two steps lie side by side; the next two follow those of all rows.
+            auto scale_at = [&](u32 q) { return q % 2 * 8 * SCALE + q / 2 * (ROWS * 16 * SCALE); };
+#pragma unroll 1
+            for (u32 done = 0; done < kb; done += 8 * STEPS) {
+                asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
+                __syncwarp();  // the others' copies are there, and they have left the slot that is filled now
+                issue(slot == 0 ? D - 1 : slot - 1);
+                const u8* in = ring + slot * SLOT + from_code;
+                const u8* scale = ring + slot * SLOT + STEPS * CELL + group * (16 * SCALE) + klane * SCALE;
+                slot = slot + 1 == D ? 0 : slot + 1;
+                if (done + 8 * STEPS <= kb) {
 #pragma unroll
-                for (int r = 0; r < RPT; r++) {
-                    const uint4 c = *(const uint4*)(at + r * 512);
-                    const u8* sc = scales + (r * 4 + group) * (16 * SCALE);
-                    const float s = HALF ? f16_to_float(*(const u16*)sc) : *(const float*)sc;
-                    acc[r] = add_planar<W16>(acc[r], c, l.flip, v, ds, s);
+                    for (u32 q = 0; q < STEPS; q++) step(in + q * CELL, scale + scale_at(q));
+                } else {
+#pragma unroll 1
+                    for (u32 q = 0; done + q * 8 < kb; q++) step(in + q * CELL, scale + scale_at(q));
                 }
             }
-            u32 u = i * gridDim.x + blockIdx.x;
-            const ChainSegment s = find_segment(l, u);
-#pragma unroll
-            for (int r = 0; r < RPT; r++) {
-                float v = acc[r];
-                v = __fadd_rn(v, __shfl_xor_sync(FULL, v, 16));
-                v = __fadd_rn(v, __shfl_xor_sync(FULL, v, 8));
-                v = __fadd_rn(v, __shfl_xor_sync(FULL, v, 4));
-                const u32 row = u * ROWS + r * 4 + group;
-                if (klane == 0 && row < s.rows) {
-                    float* out = l.out + s.column + row;
-                    if (s.bias) v = __fadd_rn(v, __ldg((const float*)s.bias + row));
-                    if (s.accumulate) v = __fadd_rn(v, __ldcg(out));
-                    *out = v;
-                }
+            acc = __fadd_rn(acc, __shfl_xor_sync(FULL, acc, 16));
+            acc = __fadd_rn(acc, __shfl_xor_sync(FULL, acc, 8));
+            acc = __fadd_rn(acc, __shfl_xor_sync(FULL, acc, 4));
+            if (mine) {
+                if (biased) acc = __fadd_rn(acc, bias);
+                if (accumulate) acc = __fadd_rn(acc, before);
+                *out = acc;
             }
         }
+        keep_aim();
     };
 
 #pragma unroll 1
     for (u32 t = 0; t < a.tasks; t++) {
-        const ChainTask task = a.task[t];
+        const ChainTask task = tasks[t];
         const u32 count = t * gridDim.x;  // arrivals before this task
         switch (task.kind) {
         case CHAIN_LINEAR: {
-            const ChainLinear l = a.linear[task.index];
-            const Staged<W16> to(area, l.x.cols / 32);
-            if (l.kv) ask_for_pages(a.attention[l.kv - 1], a.step.rows[0]);
+            const ChainLinear& l = a.linear[task.index];
+            const ChainMatrix& m = matrices[task.index];
+            const Staged<W16> to(area, m.blocks);
             if (l.src) {
-                const u32 codes = (l.x.cols / 32 * (PIECES * 16 + 8) + 15) / 16 * 16;
+                const u32 codes = (m.blocks * (PIECES * 16 + 8) + 15) / 16 * 16;
                 stage_norm<W16>(l, to, (float*)(area + codes), a.barrier, count);
             } else {
                 grid_wait(a.barrier, count);
                 stage_codes<W16>(l.x, to);
             }
             __syncthreads();
-            multiply(l);
+            if (warp < warps)
+                multiply(m);
+            else if (l.kv)
+                ask_for_pages(a.attention[l.kv - 1], a.step.rows[0]);
             break;
         }
         case CHAIN_ATTEND:
-            grid_wait(a.barrier, count);
-            attend(a.attention[task.index], a.rope[task.index], area, a.slots);
+            attend(a.attention[task.index], a.rope[task.index], a.slots, a.barrier, count);
             break;
         case CHAIN_COMBINE:
-            grid_wait(a.barrier, count);
-            combine<W16>(a.attention[task.index], a.activation[task.index].out);
+            combine<W16>(a.attention[task.index], a.activation[task.index].out, a.barrier, count);
             break;
         default:
-            grid_wait(a.barrier, count);
-            swiglu_blocks<W16>(a.activation[task.index]);
+            swiglu_blocks<W16>(a.activation[task.index], a.barrier, count);
         }
         if (t + 1 < a.tasks) grid_arrive(a.barrier);
     }
@@ -264,8 +318,8 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
     extern "C" __global__ void __launch_bounds__(512, 1) chain_w8_d##D(const __grid_constant__ ChainArgs a) {         \
         chain<(PIPE == 2), false, D>(a);                                                                              \
     }
-KERNEL(6)
-KERNEL(8)
-KERNEL(10)
+KERNEL(2)
+KERNEL(3)
+KERNEL(4)
 
 #endif

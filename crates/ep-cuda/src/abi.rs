@@ -324,28 +324,36 @@ pub struct ChainSegment {
     pub accumulate: u32,
 }
 
-/// One linear layer of a chain, or several that read the same activation.
+/// One linear layer of a chain, or several that read the same activation: what multiplying it takes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, IntoBytes, Immutable)]
+pub struct ChainMatrix {
+    /// Output row.
+    pub out: u64,
+    /// Units of all of its segments.
+    pub units: u32,
+    /// The warp of each block that has the first of the block's units.
+    pub first: u32,
+    /// Index of its first segment.
+    pub segment: u32,
+    /// Number of segments.
+    pub segments: u32,
+    /// Blocks of a row.
+    pub blocks: u32,
+    /// As in [`LinearArgs`].
+    pub flip: u32,
+}
+
+/// Where the activation of a [`ChainMatrix`] comes from.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, IntoBytes, Immutable)]
 pub struct ChainLinear {
-    /// [`ChainSegment`]s.
-    pub segment: u64,
     /// Activation; its codes are read only if there is no `src`.
     pub x: Activation,
     /// Row whose norm is the activation, or 0.
     pub src: u64,
     /// Norm weight, binary32.
     pub weight: u64,
-    /// Output row.
-    pub out: u64,
-    /// Number of segments.
-    pub segments: u32,
-    /// Units of all of them.
-    pub units: u32,
-    /// Units that every block may have had of the layers before.
-    pub base: u32,
-    /// As in [`LinearArgs`].
-    pub flip: u32,
     /// Epsilon of the norm.
     pub eps: f32,
     /// Index of the attention that follows, and one, whose pages are asked for early; 0 for none.
@@ -368,9 +376,9 @@ pub struct ChainTask {
 pub struct ChainArgs {
     /// Step descriptor, of one row.
     pub step: StepRef,
-    /// [`ChainTask`]s.
-    pub task: u64,
-    /// [`ChainLinear`]s, in the order of the tasks.
+    /// [`ChainMatrix`]es in the order of the tasks, their [`ChainSegment`]s, [`ChainTask`]s.
+    pub table: u64,
+    /// [`ChainLinear`]s, as many as matrices.
     pub linear: u64,
     /// [`AttentionArgs`], whose partial results hold every chunk.
     pub attention: u64,
@@ -382,8 +390,12 @@ pub struct ChainArgs {
     pub barrier: u64,
     /// Number of tasks.
     pub tasks: u32,
-    /// Number of linear layers.
+    /// Number of matrices.
     pub linears: u32,
+    /// Number of segments.
+    pub segments: u32,
+    /// Bytes of the table, a multiple of 16.
+    pub table_bytes: u32,
     /// Bytes of shared memory before the rings (chosen by the launch).
     pub area: u32,
     /// Chunks that a block attends to at once (chosen by the launch).
@@ -468,8 +480,8 @@ const _: () = {
     assert!(size_of::<KvRef>() == 48);
     assert!(size_of::<RopeArgs>() == 152 && std::mem::offset_of!(RopeArgs, qkv) == 80);
     assert!(size_of::<AttentionArgs>() == 144 && std::mem::offset_of!(AttentionArgs, heads) == 112);
-    assert!(size_of::<ChainSegment>() == 40 && size_of::<ChainLinear>() == 88 && size_of::<ChainTask>() == 8);
-    assert!(size_of::<ChainArgs>() == 96);
+    assert!(size_of::<ChainSegment>() == 40 && size_of::<ChainMatrix>() == 32 && size_of::<ChainTask>() == 8);
+    assert!(size_of::<ChainLinear>() == 56 && size_of::<ChainArgs>() == 104);
     assert!(size_of::<ArgmaxArgs>() == 88);
     assert!(size_of::<ArgmaxResult>() == 8);
     assert!(size_of::<ProbeArgs>() == 24);

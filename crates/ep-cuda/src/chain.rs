@@ -16,18 +16,19 @@ use headrace_provider::Place;
 use zerocopy::{Immutable, IntoBytes};
 
 use crate::abi::{
-    AttentionArgs, BLOCK, ChainArgs, ChainLinear, ChainSegment, ChainTask, LinearArgs, QuantiseArgs, RopeArgs,
+    AttentionArgs, BLOCK, ChainArgs, ChainLinear, ChainMatrix, ChainSegment, ChainTask, LinearArgs, QuantiseArgs,
+    RopeArgs,
 };
 use crate::bind::{Binder, Launch};
 use crate::layout::Cursor;
 use crate::plan::{Action, ActivationTask, CapturePlan, LinearTask, Source, Task};
 
 /// Weight rows of a unit, as chain.cu was written.
-const UNIT_ROWS: u32 = 8;
+const UNIT_ROWS: u32 = 4;
 /// Most warps of a block.
 pub const WARPS: usize = 16;
-/// Steps of eight blocks in a warp's ring, the most first.
-pub const DEPTHS: [usize; 3] = [10, 8, 6];
+/// Slots of a warp's ring, the most first: each holds the codes and scales of four rows and 32 blocks.
+pub const DEPTHS: [usize; 3] = [4, 3, 2];
 /// Bytes at the start of the lists that hold the barrier.
 const BARRIER_BYTES: u64 = 256;
 
@@ -56,12 +57,14 @@ pub struct Chain {
 pub struct Area {
     /// Bytes for the widest activation, and for the row that it is the norm of.
     pub activation: usize,
-    /// Bytes of a chunk's keys; 0 without attention.
+    /// Bytes of a chunk's keys and values; 0 without attention.
     pub keys: usize,
     /// Bytes of a query and its weights; 0 without attention.
     pub query: usize,
     /// Query heads of a key head.
     pub share: usize,
+    /// Bytes of the table of matrices, segments and tasks.
+    pub table: usize,
 }
 
 /// The planar 4-bit formats with a scale for every 32 columns and no zero points, whatever their codes' sign.
@@ -96,7 +99,7 @@ impl Finder<'_> {
         let tensor = |id: TensorId| self.model.tensors.get(id.0);
         let own = tensor(task.parts.first()?.segment.tensor)?;
         let steps = own.cols / (8 * BLOCK);
-        let fits = own.cols.is_multiple_of(8 * BLOCK) && (steps.is_multiple_of(2) || steps >= DEPTHS[0]);
+        let fits = steps > 0 && own.cols.is_multiple_of(8 * BLOCK);
         let alike = |f: Format| is_served(f) && format.is_none_or(|g| scale_of(f) == scale_of(g));
         let resident = task.parts.iter().all(|p| {
             matches!(p.segment.place, Place::Resident { .. })
@@ -198,17 +201,29 @@ pub fn chains(plan: &CapturePlan, model: &ModelSpec, geometry: &KvGeometry, chun
 }
 
 impl Chain {
-    fn layout(&self) -> ([u64; 7], u64) {
-        let count = |wanted: fn(&Link) -> bool| self.links.iter().filter(|l| wanted(l)).count();
-        let linears = count(|l| matches!(l, Link::Linear { .. }));
-        let attends = count(|l| matches!(l, Link::Attend { .. }));
-        let swiglus = count(|l| matches!(l, Link::Swiglu { .. }));
+    fn count(&self, wanted: fn(&Link) -> bool) -> usize {
+        self.links.iter().filter(|l| wanted(l)).count()
+    }
+
+    fn linears(&self) -> usize {
+        self.count(|l| matches!(l, Link::Linear { .. }))
+    }
+
+    /// Offsets in the table of matrices, segments and tasks, and its bytes.
+    fn table(&self) -> ([usize; 3], usize) {
+        let segments = self.linears() * size_of::<ChainMatrix>();
+        let tasks = segments + self.segments * size_of::<ChainSegment>();
+        ([0, segments, tasks], (tasks + self.links.len() * size_of::<ChainTask>()).next_multiple_of(16))
+    }
+
+    fn layout(&self) -> ([u64; 6], u64) {
+        let attends = self.count(|l| matches!(l, Link::Attend { .. }));
+        let swiglus = self.count(|l| matches!(l, Link::Swiglu { .. }));
         let mut cursor = Cursor::default();
         let sizes = [
             BARRIER_BYTES as usize,
-            self.links.len() * size_of::<ChainTask>(),
-            linears * size_of::<ChainLinear>(),
-            self.segments * size_of::<ChainSegment>(),
+            self.table().1,
+            self.linears() * size_of::<ChainLinear>(),
             attends * size_of::<AttentionArgs>(),
             attends * size_of::<RopeArgs>(),
             (attends + swiglus) * size_of::<QuantiseArgs>(),
@@ -223,7 +238,7 @@ impl Chain {
 
     /// What it needs of shared memory; `block_bytes` are those of the codes of an activation block.
     pub fn area(&self, plan: &CapturePlan, model: &ModelSpec, block_bytes: usize) -> Area {
-        let mut area = Area::default();
+        let mut area = Area { table: self.table().1, ..Area::default() };
         for link in &self.links {
             match *link {
                 Link::Linear { task, norm } => {
@@ -235,7 +250,7 @@ impl Chain {
                 }
                 Link::Attend { .. } => {
                     let dim = model.config.head_dim;
-                    area.keys = CHUNK * dim.next_multiple_of(64) * 2;
+                    area.keys = 2 * CHUNK * dim.next_multiple_of(64) * 2;
                     area.query = (dim + CHUNK) * 4;
                     area.share = model.config.heads / model.config.kv_heads.max(1);
                 }
@@ -245,7 +260,7 @@ impl Chain {
         area
     }
 
-    /// The lists for device address `at`, for a grid of `blocks`, and the kernel's argument.
+    /// The lists for device address `at`, for a grid of `blocks` of `warps` that multiply, and the kernel's argument.
     ///
     /// # Errors
     /// What can't be bound.
@@ -254,9 +269,9 @@ impl Chain {
         plan: &CapturePlan,
         binder: &Binder<'_>,
         at: u64,
-        blocks: usize,
+        (blocks, warps): (usize, usize),
     ) -> Result<(Vec<u8>, ChainArgs), String> {
-        let mut lists = Lists::new(plan, binder, blocks);
+        let mut lists = Lists::new(plan, binder, (blocks, warps));
         for link in &self.links {
             lists.add(*link)?;
         }
@@ -266,22 +281,20 @@ impl Chain {
             task.index += attends;
         }
         let (offsets, bytes) = self.layout();
-        let [_, task, linear, segment, attention, rope, activation] = offsets.map(|offset| at + offset);
-        let mut first = segment;
-        for l in &mut lists.linears {
-            l.segment = first;
-            first += u64::from(l.segments) * size_of::<ChainSegment>() as u64;
-        }
+        let [_, table, linear, attention, rope, activation] = offsets.map(|offset| at + offset);
+        let (in_table, table_bytes) = self.table();
+        let [matrices, segments, tasks] = in_table.map(|offset| offsets[1] + offset as u64);
         let mut image = vec![0u8; usize::try_from(bytes).map_err(|e| e.to_string())?];
-        put(&mut image, offsets[1], &lists.tasks);
+        put(&mut image, matrices, &lists.matrices);
+        put(&mut image, segments, &lists.segments);
+        put(&mut image, tasks, &lists.tasks);
         put(&mut image, offsets[2], &lists.linears);
-        put(&mut image, offsets[3], &lists.segments);
-        put(&mut image, offsets[4], &lists.attention);
-        put(&mut image, offsets[5], &lists.rope);
-        put(&mut image, offsets[6], &lists.activations);
+        put(&mut image, offsets[3], &lists.attention);
+        put(&mut image, offsets[4], &lists.rope);
+        put(&mut image, offsets[5], &lists.activations);
         let args = ChainArgs {
             step: binder.at.step,
-            task,
+            table,
             linear,
             attention,
             rope,
@@ -289,6 +302,8 @@ impl Chain {
             barrier: at,
             tasks: lists.tasks.len() as u32,
             linears: lists.linears.len() as u32,
+            segments: lists.segments.len() as u32,
+            table_bytes: table_bytes as u32,
             area: 0,
             slots: 0,
         };
@@ -307,9 +322,12 @@ fn put<T: IntoBytes + Immutable>(image: &mut [u8], offset: u64, values: &[T]) {
 struct Lists<'a> {
     plan: &'a CapturePlan,
     binder: &'a Binder<'a>,
-    blocks: usize,
-    base: u32,
+    blocks: u32,
+    warps: u32,
+    /// Units that every block may have had of the matrices so far.
+    units: u32,
     tasks: Vec<ChainTask>,
+    matrices: Vec<ChainMatrix>,
     linears: Vec<ChainLinear>,
     segments: Vec<ChainSegment>,
     attention: Vec<AttentionArgs>,
@@ -319,13 +337,15 @@ struct Lists<'a> {
 }
 
 impl<'a> Lists<'a> {
-    fn new(plan: &'a CapturePlan, binder: &'a Binder<'a>, blocks: usize) -> Lists<'a> {
+    fn new(plan: &'a CapturePlan, binder: &'a Binder<'a>, (blocks, warps): (usize, usize)) -> Lists<'a> {
         Lists {
             plan,
             binder,
-            blocks,
-            base: 0,
+            blocks: blocks.max(1) as u32,
+            warps: warps.max(1) as u32,
+            units: 0,
             tasks: Vec::new(),
+            matrices: Vec::new(),
             linears: Vec::new(),
             segments: Vec::new(),
             attention: Vec::new(),
@@ -392,33 +412,35 @@ impl<'a> Lists<'a> {
         });
         let parts: Vec<&LinearArgs> = parts.collect::<Result<_, _>>()?;
         let Some(first) = parts.first() else { return Err("an empty linear layer".into()) };
-        let mut linear = ChainLinear {
-            segment: 0,
-            x: first.x,
-            out: first.out,
-            base: self.base,
-            flip: first.flip,
-            ..ChainLinear::default()
-        };
+        let mut linear = ChainLinear { x: first.x, ..ChainLinear::default() };
         if let Some(norm) = norm {
             let norm = self.quantise(norm)?;
             (linear.src, linear.weight, linear.eps) = (norm.src, norm.weight, norm.eps);
         }
-        let segments = || parts.iter().flat_map(|args| args.segment.iter().take(args.segments as usize));
-        for s in segments() {
+        let mut matrix = ChainMatrix {
+            out: first.out,
+            // Warps take units in turn, through all matrices.
+            first: self.units % self.warps,
+            segment: self.segments.len() as u32,
+            blocks: first.x.cols / BLOCK as u32,
+            flip: first.flip,
+            ..ChainMatrix::default()
+        };
+        for s in parts.iter().flat_map(|args| args.segment.iter().take(args.segments as usize)) {
             self.segments.push(ChainSegment {
                 codes: s.planes[0],
                 scales: s.planes[1],
                 bias: s.bias,
                 rows: s.rows,
                 column: s.column,
-                before: linear.units,
+                before: matrix.units,
                 accumulate: s.accumulate,
             });
-            linear.units += s.rows.div_ceil(UNIT_ROWS);
-            linear.segments += 1;
+            matrix.units += s.rows.div_ceil(UNIT_ROWS);
+            matrix.segments += 1;
         }
-        self.base += linear.units.div_ceil(self.blocks.max(1) as u32);
+        self.units += matrix.units.div_ceil(self.blocks);
+        self.matrices.push(matrix);
         self.linears.push(linear);
         Ok(())
     }

@@ -150,23 +150,25 @@ fn lists_hold_every_row_of_every_matrix_once() {
         slot_bytes: 0,
         key: GraphKey { rows: 1, wanted: 1, chunks: 8 },
     };
-    let blocks = 4;
-    let mut lists = Lists::new(&plan, &binder, blocks);
+    let (blocks, warps) = (4, 15);
+    let mut lists = Lists::new(&plan, &binder, (blocks, warps));
     for link in &chains[0].links {
         lists.add(*link).unwrap();
     }
     let mut segments = lists.segments.iter();
-    let mut base = 0;
-    for l in &lists.linears {
-        assert_eq!(l.base, base);
-        base += l.units.div_ceil(blocks as u32);
+    let (mut before, mut first) = (0, 0);
+    for m in &lists.matrices {
+        assert_eq!((m.first, m.segment), (before % warps as u32, first));
+        before += m.units.div_ceil(blocks as u32);
+        first += m.segments;
         let mut units = 0;
-        for s in segments.by_ref().take(l.segments as usize) {
+        for s in segments.by_ref().take(m.segments as usize) {
             assert_eq!(s.before, units);
-            units += s.rows.div_ceil(8);
+            units += s.rows.div_ceil(4);
             assert!(s.codes >= 1 << 40 && s.scales > s.codes);
         }
-        assert_eq!(units, l.units);
+        assert_eq!(units, m.units);
+        assert!(m.blocks == 512 / 32 || m.blocks == 1024 / 32);
     }
     assert!(segments.next().is_none());
     let rows: u32 = lists.segments.iter().map(|s| s.rows).sum();
@@ -175,13 +177,14 @@ fn lists_hold_every_row_of_every_matrix_once() {
     // Layers before attention ask for its pages; kinds and indices follow each other.
     assert_eq!(lists.linears.iter().filter(|l| l.kv > 0).count(), 2);
     assert_eq!(lists.linears[0].kv, 1);
-    let (image, args) = chains[0].lists(&plan, &binder, 1 << 20, blocks).unwrap();
+    let (image, args) = chains[0].lists(&plan, &binder, 1 << 20, (blocks, warps)).unwrap();
     assert_eq!(image.len() as u64, chains[0].bytes());
     assert_eq!((args.tasks, args.linears), (15, 9));
     assert!(image[..8].iter().all(|&b| b == 0), "the barrier starts at zero");
     let word = |at: u64| u32::from_le_bytes(image[at as usize..at as usize + 4].try_into().unwrap());
-    let tasks: Vec<(u32, u32)> =
-        (0..7).map(|i| (word(args.task - (1 << 20) + i * 8), word(args.task - (1 << 20) + i * 8 + 4))).collect();
+    assert_eq!(args.table_bytes as usize, (9 * 32 + lists.segments.len() * 40 + 15 * 8).next_multiple_of(16));
+    let at = args.table - (1 << 20) + u64::from(args.linears) * 32 + u64::from(args.segments) * 40;
+    let tasks: Vec<(u32, u32)> = (0..7).map(|i| (word(at + i * 8), word(at + i * 8 + 4))).collect();
     assert_eq!(tasks, [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (3, 2), (0, 3)]);
 }
 
@@ -192,7 +195,8 @@ fn shared_memory_holds_the_widest_activation() {
     let area = chains[0].area(&plan, &model, 64);
     // 512 columns with their norm take more than 1024, SwiGLU's, without.
     assert_eq!(area.activation, 512 / 32 * 72 + 512 * 4);
-    assert_eq!((area.keys, area.query, area.share), (32 * 64 * 2, 96 * 4, 4));
+    assert_eq!((area.keys, area.query, area.share), (2 * 32 * 64 * 2, 96 * 4, 4));
+    assert_eq!(area.table, (9 * 32 + chains[0].segments * 40 + 15 * 8).next_multiple_of(16));
 }
 
 #[test]

@@ -11,7 +11,10 @@ use crate::abi::ChainArgs;
 use crate::chain::{Area, DEPTHS, WARPS};
 
 /// Shared memory of a block that isn't dynamic, and some reserve.
-const RESERVE: usize = 1024;
+const RESERVE: usize = 2048;
+/// Warps that combine a block of 32 elements of attention's result, and the shared memory that they need: as chain.cuh says.
+const COMBINE_WARPS: usize = 8;
+const COMBINE_BYTES: usize = 128 * 32 * 4 + 128 * 16 + 32;
 /// Most chunks that a block attends to at once: named barriers are few, and one chunk's warps hide another's loads.
 const MOST_SLOTS: usize = 4;
 
@@ -22,7 +25,7 @@ pub struct ChainShape {
     pub blocks: usize,
     /// Warps of a block.
     pub warps: usize,
-    /// Steps in a warp's ring.
+    /// Slots of a warp's ring.
     pub depth: usize,
     /// Bytes of shared memory before the rings.
     pub area: usize,
@@ -33,22 +36,27 @@ pub struct ChainShape {
 }
 
 impl ChainShape {
-    /// The deepest rings that fit `shared` bytes of shared memory beside `area`, for scales of `scale` bytes.
+    /// What fits `shared` bytes of shared memory, for scales of `scale` bytes: most warps first, then most chunks of
+    /// attention at once, then the deepest rings.
     pub fn fit(blocks: usize, shared: usize, scale: usize, area: &Area) -> Option<ChainShape> {
-        let room = shared.saturating_sub(RESERVE);
-        let shapes = [WARPS, WARPS / 2].into_iter().flat_map(|warps| DEPTHS.map(|depth| (warps, depth)));
-        for (warps, depth) in shapes {
+        let room = shared.saturating_sub(RESERVE + area.table);
+        for warps in [WARPS, WARPS / 2] {
             if area.share > warps {
                 continue;
             }
-            let ring = warps * (depth * 1024 + (depth / 2 + 2) * 128 * scale);
             let most = (warps.checked_div(area.share).unwrap_or(0)).min(MOST_SLOTS);
             let least = usize::from(area.keys > 0);
             for slots in (least..=most.max(least)).rev() {
-                let attention = if area.keys > 0 { slots * area.keys + warps * area.query } else { 0 };
-                let bytes = area.activation.max(attention).next_multiple_of(128);
-                if bytes + ring <= room {
-                    return Some(ChainShape { blocks, warps, depth, area: bytes, slots, shared: bytes + ring });
+                let (attention, combine) = match area.keys {
+                    0 => (0, 0),
+                    keys => (slots * keys + warps * area.query, warps / COMBINE_WARPS * COMBINE_BYTES),
+                };
+                let before = area.activation.max(attention).max(combine).next_multiple_of(128);
+                // The last warp has no ring.
+                let rings = DEPTHS.map(|depth| (depth, (warps - 1) * depth * (2048 + 128 * scale)));
+                if let Some((depth, rings)) = rings.into_iter().find(|(_, bytes)| before + bytes <= room) {
+                    let shared = before + rings + area.table;
+                    return Some(ChainShape { blocks, warps, depth, area: before, slots, shared });
                 }
             }
         }
@@ -117,16 +125,18 @@ mod tests {
     #[test]
     fn rings_are_as_deep_as_shared_memory_allows() {
         // A 14B shape with 16-bit activations: codes and the row for the norm, five query heads a key head.
-        let area = Area { activation: 32_000, keys: 8192, query: 640, share: 5 };
+        let area = Area { activation: 32_000, keys: 16_384, query: 640, share: 5, table: 20_000 };
         let most = ChainShape::fit(132, 232_448, 2, &area).unwrap();
-        assert_eq!((most.warps, most.depth, most.slots), (16, 10, 3));
-        assert!(most.shared <= 232_448 - RESERVE && most.area >= 3 * 8192 + 16 * 640);
-        // Wide feed-forward layers leave less.
-        let wide = ChainShape::fit(132, 232_448, 2, &Area { activation: 42_624, ..area }).unwrap();
-        assert_eq!((wide.warps, wide.depth), (16, 8));
+        assert_eq!((most.warps, most.depth, most.slots), (16, 4, 3));
+        assert!(most.shared <= 232_448 - RESERVE && most.area >= 3 * 16_384 + 16 * 640);
+        // A table of more layers costs depth.
+        let more = ChainShape::fit(132, 232_448, 2, &Area { table: 40_000, ..area }).unwrap();
+        assert_eq!((more.warps, more.depth, more.slots), (16, 3, 3));
+        let most = ChainShape::fit(132, 232_448, 2, &Area { table: 80_000, ..area }).unwrap();
+        assert_eq!((most.warps, most.depth, most.slots), (16, 2, 3));
         // A card with 100 KiB a block.
         let small = ChainShape::fit(84, 101_376, 2, &area).unwrap();
-        assert_eq!((small.warps, small.depth), (8, 6));
+        assert_eq!((small.warps, small.depth), (8, 2));
         assert!(ChainShape::fit(84, 65_536, 2, &area).is_none());
         assert!(ChainShape::fit(84, 232_448, 2, &Area { share: 17, ..area }).is_none());
     }

@@ -211,7 +211,7 @@ impl CudaProvider {
                 continue;
             };
             let at = self.arena.base(STATE) + recorded.state_offset + offset;
-            let lists = chain.lists(&recorded.plan, &binder, at, shape.blocks);
+            let lists = chain.lists(&recorded.plan, &binder, at, (shape.blocks, shape.warps - 1));
             let (bytes, args) = lists.map_err(|e| self.context.invalid(e))?;
             if let Some(to) = image.get_mut(offset as usize..offset as usize + bytes.len()) {
                 to.copy_from_slice(&bytes);
