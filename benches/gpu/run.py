@@ -98,6 +98,17 @@ def decode(engine: headrace.Engine, sequences: int, tokens: int) -> dict[str, fl
     }
 
 
+def prefill(engine: headrace.Engine) -> dict[str, float]:
+    """Time of a prompt of 512 tokens in one step, by the engine's own clock: the median of three, after one that warms up."""
+    times = []
+    for i in range(4):
+        engine.reset_stats()
+        engine.generate([(11 * j + i) % 1000 + 3 for j in range(512)], max_new_tokens=1, stop_tokens=())
+        times.append(engine.stats().time.prefill_seconds)
+    step = float(np.median(times[1:]))
+    return {"prefill": 512, "step_ms": step * 1e3, "tokens_per_s": 512 / step}
+
+
 def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, Any]]) -> None:
     options: dict[str, Any] = {"max_context": 2048, "max_batch": 32}
     for activations in ("int16", "int8"):
@@ -112,16 +123,15 @@ def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, 
             row["weights_gb_per_s"] = step_bytes / row["step_ms"] / 1e6
             rows_out.append(row | {"memory": memory_of(engine)})
             print(row, flush=True)
-        engine.reset_stats()
-        ids = [(11 * j) % 1000 + 3 for j in range(512)]
-        engine.generate(ids, max_new_tokens=1, stop_tokens=())
-        engine.reset_stats()
-        engine.generate(ids, max_new_tokens=1, stop_tokens=())
-        t = engine.stats().time.prefill_seconds
-        rows_out.append({"shape": shape, "activations": activations, "prefill": 512, "tokens_per_s": 512 / t})
+        rows_out.append({"shape": shape, "activations": activations, "cold": 0.0} | prefill(engine))
         print(rows_out[-1], flush=True)
         del engine
-    options = {"max_context": CONTEXT, "max_batch": 1, "prefill_chunk": 64}
+    over_budget(path, shape, cold, rows_out)
+
+
+def over_budget(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, Any]]) -> None:
+    """One sequence with shares of the weights cold, then 8 and 32 sequences and a prompt with half of them cold."""
+    options: dict[str, Any] = {"max_context": CONTEXT, "max_batch": 1, "prefill_chunk": 64}
     minimum, everything = limits_of(path, **options)
     weights = headrace.plan(path, device="cpu").model.step_bytes
     for share in cold:
@@ -133,6 +143,25 @@ def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, 
         row |= decode(engine, 1, 24)
         rows_out.append(row | {"memory": memory_of(engine)})
         print(row, flush=True)
+        del engine
+    if not cold:
+        return
+    options = {"max_context": 2 * CONTEXT, "max_batch": 32, "prefill_chunk": 512}
+    for activations in ("int16", "int8"):
+        memory = headrace.plan(path, device="cuda", vram_limit="1TiB", activations=activations, **options).memory  # type: ignore[arg-type]
+        assert memory is not None
+        # Room for 32 sequences of 32 positions, or one of 512; the weights give way to more.
+        limit = memory.everything - memory.kv_max_bytes + memory.kv_max_bytes // 32 - weights // 2
+        engine = headrace.Engine.load(path, device="cuda", vram_limit=limit, activations=activations, **options)  # type: ignore[arg-type]
+        for sequences in (1, 8, 32):
+            row = {"shape": shape, "activations": activations, "sequences": sequences, "limit": limit}
+            row |= decode(engine, sequences, 8)
+            row["cold"] = row["streamed_per_step"] / weights
+            row["streamed_per_token"] = row["streamed_per_step"] / sequences
+            rows_out.append(row | {"memory": memory_of(engine)})
+            print(row, flush=True)
+        rows_out.append({"shape": shape, "activations": activations, "cold": row["cold"]} | prefill(engine))
+        print(rows_out[-1], flush=True)
         del engine
 
 
@@ -164,7 +193,7 @@ def main() -> None:
     print(f"{'shape':>6} {'act':>6} {'seqs':>5} {'cold':>6} {'step ms':>9} {'tokens/s':>9} {'weights GB/s':>13} {'link GB/s':>10}")
     for r in result["times"]:
         if "prefill" in r:
-            print(f"{r['shape']:>6} {r['activations']:>6} prefill of {r['prefill']}: {r['tokens_per_s']:,.0f} tokens/s")
+            print(f"{r['shape']:>6} {r['activations']:>6} prefill of {r['prefill']}, {r['cold']:.0%} cold: {r['tokens_per_s']:,.0f} tokens/s")
             continue
         gb = r.get("weights_gb_per_s", 0.0)
         print(
