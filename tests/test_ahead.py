@@ -15,7 +15,7 @@ PROMPT, EXPECTED = CASE["prompt_ids"], tuple(CASE["generated_ids"])
 CONTEXT = 128
 
 
-def load(path: Path, depth: int, **options: object) -> headrace.Engine:
+def load(path: Path, depth: int | None, **options: object) -> headrace.Engine:
     options = {"device": "host-device", "max_context": CONTEXT, "max_batch": 2, "steps_in_flight": depth, **options}
     return headrace.Engine.load(path, **options)  # type: ignore[arg-type]
 
@@ -50,6 +50,15 @@ def test_a_stop_token_and_a_stream_left_early(smollm2: Path, depth: int) -> None
     # Several at once, one of which ends before the other.
     rows = engine.decode_greedy_batch([PROMPT, PROMPT[:2]], max_new_tokens=30, stop_tokens=(stop,))
     assert tuple(rows.token_ids[0][: rows.lengths[0]]) == EXPECTED[: min(at, 30)]
+
+
+def test_by_default_two_while_everything_is_resident_and_one_while_weights_are_streamed(smollm2: Path) -> None:
+    for options, depth in (({}, 2), ({"vram_limit": smallest(smollm2)}, 1)):
+        engine = load(smollm2, None, **options)
+        assert engine.generate(PROMPT, max_new_tokens=8, stop_tokens=(EXPECTED[4],)).token_ids == EXPECTED[:4]
+        stats = engine.stats()
+        assert stats.device.steps_in_flight == depth
+        assert (stats.tokens.discarded_steps, stats.weights.streamed_bytes > 0) == (depth - 1, depth == 1)
 
 
 def test_the_cpu_runs_one_step_at_a_time(smollm2: Path) -> None:

@@ -58,7 +58,7 @@ class Engine:
         max_context: int | None = None,
         max_batch: int = 8,
         prefill_chunk: int = 256,
-        steps_in_flight: int = 2,
+        steps_in_flight: int | None = None,
         activations: Activations = "int16",
         kv_dtype: KvDtype = "float16",
         kv_layout: KvLayout = "head-major",
@@ -93,8 +93,10 @@ class Engine:
             max_context: Most positions of a sequence, prompt and new tokens together. Default: what the model declares.
             max_batch: Most sequences in work at once.
             prefill_chunk: Token rows of a prompt that go through one step. Changes speed and workspace, never a token.
-            steps_in_flight: Steps that may be in flight at once: the token of one is taken while the next one runs. 1 waits for
-                each. Only greedy steps follow one another so; a device may allow fewer. Never changes a token.
+            steps_in_flight: Steps that may be in flight at once, 1 to 8: the token of one is taken while the next one runs. 1 waits
+                for each. A step behind one that a stop token ends is for nothing. Only greedy steps follow one another so; a
+                device may allow fewer. Never changes a token. Default: 2 while every weight is resident, 1 while a step streams
+                weights or reads them in place.
             activations: `"int16"` gives the model's own tokens; `"int8"` is faster and coarser.
             kv_dtype: Storage of keys and values. `"float32"` is for audits.
             kv_layout: Order of keys and values in a page. Never changes a token.

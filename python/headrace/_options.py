@@ -33,7 +33,7 @@ class LoadOptions(TypedDict):
     max_context: int | None
     max_batch: int
     prefill_chunk: int
-    steps_in_flight: int
+    steps_in_flight: int | None
     activations: str
     kv_dtype: str
     kv_layout: str
@@ -93,7 +93,7 @@ def load_options(
     max_context: int | None = None,
     max_batch: int = 8,
     prefill_chunk: int = 256,
-    steps_in_flight: int = 2,
+    steps_in_flight: int | None = None,
     activations: Activations = "int16",
     kv_dtype: KvDtype = "float16",
     kv_layout: KvLayout = "head-major",

@@ -23,7 +23,8 @@ class DeviceStats(Record):
     asked_for: str
     """What was asked for, if that was something else than what is used; else empty."""
     steps_in_flight: int
-    """Steps that may be in flight at once: the option, or what the device allows if that is less."""
+    """Steps that may be in flight at once, as things are now: the option, or by default 2, and 1 while weights are cold; or what
+    the device allows if that is less."""
     fallbacks: tuple[str, ...]
     """What the device does in another way than it would, and why, a sentence each; empty if nothing was refused."""
 

@@ -29,6 +29,7 @@ fn options(placement: PlacementMode) -> EngineOptions {
         prefill_chunk: 16,
         piece_bytes: Some(1 << 20),
         ring_slots: 2,
+        steps_in_flight: Some(2),
         ..EngineOptions::default()
     }
 }

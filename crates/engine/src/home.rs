@@ -206,6 +206,12 @@ impl Home {
         }
     }
 
+    /// True if the next step reads weights over a link: streams them, or reads them in place on the host. Never on the host
+    /// itself.
+    pub(crate) fn has_cold(&self) -> bool {
+        self.budget().is_some_and(|budget| budget.weights().has_cold())
+    }
+
     /// Nobody waits for the results of any step in flight.
     pub(crate) fn abandon(&self) {
         if let Some(budget) = self.budget() {

@@ -272,6 +272,11 @@ impl PagedWeights {
         }
     }
 
+    /// True if some pieces are cold: the next step streams them, or reads them in place on the host.
+    pub fn has_cold(&self) -> bool {
+        self.placement.cold().next().is_some()
+    }
+
     /// Maps or unmaps the ring, once its bytes are granted.
     ///
     /// # Errors

@@ -25,7 +25,8 @@ pub struct DeviceStats {
     pub threads: u64,
     /// What was asked for, if that was something else than what is used; else empty.
     pub asked_for: String,
-    /// Steps that may be in flight at once: `steps_in_flight`, or what the device allows if that is less.
+    /// Steps that may be in flight at once, as things are now: the option, or by default 2, and 1 while weights are cold; or what
+    /// the device allows if that is less.
     pub steps_in_flight: u64,
     /// What the device does in another way than it would, and why, a sentence each; empty if nothing was refused.
     pub fallbacks: Vec<String>,

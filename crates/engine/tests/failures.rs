@@ -49,6 +49,7 @@ fn options() -> EngineOptions {
         prefill_chunk: 16,
         piece_bytes: Some(4096),
         ring_slots: 2,
+        steps_in_flight: Some(2),
         threads: Some(1),
         ..EngineOptions::default()
     }

@@ -43,8 +43,8 @@ fn a_failure_of_the_device_ends_what_was_in_work_and_nothing_else() {
     for limit in [minimum, (minimum + everything) / 2] {
         for at in [FaultPoint::Run, FaultPoint::Copy, FaultPoint::Resize, FaultPoint::Record] {
             for nth in [1, 2, 5, 14, 60, 200] {
-                for steps_in_flight in [1, 3] {
-                    let when = format!("limit {limit}, {at:?} number {nth}, {steps_in_flight} in flight");
+                for steps_in_flight in [Some(1), Some(3)] {
+                    let when = format!("limit {limit}, {at:?} number {nth}, {steps_in_flight:?} in flight");
                     let (mut engine, probe) = host(&model, EngineOptions { steps_in_flight, ..o.clone() }, limit);
                     let mut batcher = Batcher::new();
                     let ids: Vec<_> = prompts

@@ -149,7 +149,11 @@ fn on_the_host_device_every_request_is_as_if_alone() {
         let model = tiny_model(10 + round as u64, 3, CONTEXT);
         let mut reference = cpu(&model, options(1, 64));
         for (batch, layout) in [(3, KvLayout::HeadMajor), (16, KvLayout::SeqMajor), (32, KvLayout::HeadMajor)] {
-            let o = EngineOptions { kv_layout: layout, steps_in_flight: 1 + round % 4, ..options(batch, chunk) };
+            let o = EngineOptions {
+                kv_layout: layout,
+                steps_in_flight: (round < 4).then_some(1 + round),
+                ..options(batch, chunk)
+            };
             let (minimum, everything) = limits(&model, &o);
             for limit in [minimum, (minimum + everything) / 2, everything] {
                 let (mut engine, _) = host(&model, o.clone(), limit);

@@ -35,6 +35,7 @@ fn engine(key: &'static str, limit: u64) -> Result<Engine, EngineError> {
         prefill_chunk: 8,
         piece_bytes: Some(4096),
         ring_slots: 2,
+        steps_in_flight: Some(2),
         threads: Some(1),
         ..EngineOptions::default()
     };

@@ -132,7 +132,7 @@ fn options(depth: usize) -> EngineOptions {
     EngineOptions {
         max_batch: 3,
         prefill_chunk: 8,
-        steps_in_flight: depth,
+        steps_in_flight: Some(depth),
         piece_bytes: Some(4096),
         ring_slots: 2,
         threads: Some(1),

@@ -19,7 +19,7 @@ const BATCH: usize = 16;
 const NEW: usize = 9;
 
 fn wide() -> EngineOptions {
-    EngineOptions { steps_in_flight: 1, ..options(BATCH, BATCH * CONTEXT) }
+    EngineOptions { steps_in_flight: Some(1), ..options(BATCH, BATCH * CONTEXT) }
 }
 
 /// The counters of decode steps of `sequences` sequences of `length` positions.

@@ -27,7 +27,7 @@ pub struct LoadArguments {
     max_context: Option<usize>,
     max_batch: usize,
     prefill_chunk: usize,
-    steps_in_flight: usize,
+    steps_in_flight: Option<usize>,
     activations: String,
     kv_dtype: String,
     kv_layout: String,

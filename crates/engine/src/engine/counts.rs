@@ -24,7 +24,7 @@ impl Engine {
                 kernels: info.kernels,
                 threads: info.threads as u64,
                 asked_for: self.asked_for.clone(),
-                steps_in_flight: self.options.steps_in_flight.min(self.home.max_in_flight()) as u64,
+                steps_in_flight: self.in_flight().min(self.home.max_in_flight()) as u64,
                 fallbacks: self.home.fallbacks(),
             },
             tokens: self.counters.tokens.clone(),

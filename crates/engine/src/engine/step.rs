@@ -71,13 +71,19 @@ impl Engine {
         }
     }
 
-    /// Steps that may be in flight: what was asked for, or what the device allows if that is less.
-    pub(super) fn steps_in_flight(&mut self) -> usize {
-        let (asked, allowed) = (self.options.steps_in_flight, self.home.max_in_flight());
-        if allowed < asked && !std::mem::replace(&mut self.said_depth, true) {
-            log::info!("{}: {allowed} steps in flight, not the {asked} that were asked for", self.home.info().name);
+    /// Steps that may be in flight behind the one that was submitted last, whose weights are where they are now.
+    fn steps_in_flight(&mut self) -> usize {
+        let (wanted, allowed) = (self.in_flight(), self.home.max_in_flight());
+        let asked = self.options.steps_in_flight.is_some();
+        if asked && allowed < wanted && !std::mem::replace(&mut self.said_depth, true) {
+            log::info!("{}: {allowed} steps in flight, not the {wanted} that were asked for", self.home.info().name);
         }
-        asked.min(allowed)
+        wanted.min(allowed)
+    }
+
+    /// Steps that may be in flight by the options and by where the weights are now, whatever the device allows.
+    pub(super) fn in_flight(&self) -> usize {
+        self.options.in_flight(self.home.has_cold())
     }
 
     /// Waits until nothing is in flight, and drops what it gave.

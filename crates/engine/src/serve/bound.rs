@@ -18,7 +18,7 @@ pub(super) struct Work {
 /// Every step until then is one of these:
 /// * A prompt is unfinished. The others decode one row each at most, so prompts get `max_rows - max_batch + 1` rows at least:
 ///   there are at most so many such steps as that goes into all prompts, and one more for each prompt, whose end may leave rows
-///   unused; and for each, as many as are in flight without it when it starts, one less than may be.
+///   unused; and for each, as many as are in flight without it when it starts, one less than may be while nothing is cold.
 /// * All decode and all seats are taken: `max_batch` tokens of those still to come are given.
 /// * All decode and the request at the front lacks pages: then those in work were promised more than the pages there are less
 ///   its own. Each gives a token at least. Weigh each token still to come with its request's pages: such a step takes off at
@@ -35,6 +35,6 @@ pub(super) fn steps_until_started(engine: &Engine, pages: usize, before: impl It
         most = most.max(work.pages);
     }
     let promised = engine.max_pages().saturating_sub(most) as u64 + 1;
-    let late = requests * engine.options().steps_in_flight.max(1) as u64;
+    let late = requests * engine.options().in_flight(false).max(1) as u64;
     prompts / prompt_rows as u64 + late + tokens / seats as u64 + page_tokens / promised
 }

@@ -37,6 +37,7 @@ pub fn options(max_batch: usize, prefill_chunk: usize) -> EngineOptions {
         prefill_chunk,
         piece_bytes: Some(4096),
         ring_slots: 2,
+        steps_in_flight: Some(2),
         threads: Some(1),
         ..EngineOptions::default()
     }
