@@ -98,7 +98,8 @@ class PlacementChoice(Record):
     asked_for: str
     """What was asked for; `auto` chooses."""
     reason: str
-    """Why this mode, with the figures that decided."""
+    """Why this mode, with the figures that decided; in stats also what this machine's link was measured at, if it was and the
+    mode streams."""
     host_mapped_budget: int
     """Most bytes of weights that a step reads in place."""
     headroom: int

@@ -91,12 +91,25 @@ pub struct PlacementChoice {
     pub mode: String,
     /// The mode that was asked for.
     pub asked_for: String,
-    /// Why this mode, with the figures that decided.
+    /// Why this mode, with the figures that decided; in stats also what this machine's link was measured at, if it was and the
+    /// mode streams.
     pub reason: String,
     /// Bytes that a step may read in place; 0 in modes that read nothing in place.
     pub host_mapped_budget: u64,
     /// Bytes that stay free below the limit.
     pub headroom: u64,
+}
+
+impl PlacementChoice {
+    /// With what the link was measured at, in bytes a second, behind the reason of a mode that streams; `None` where nothing
+    /// was measured.
+    pub(crate) fn with_link(mut self, measured: Option<f64>) -> PlacementChoice {
+        let streams = PlacementMode::ALL.iter().any(|mode| mode.streams() && mode.name() == self.mode);
+        if let Some(speed) = measured.filter(|_| streams) {
+            self.reason += &format!("; this link was measured at {:.1} GB/s", speed / 1e9);
+        }
+        self
+    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! The device's clock over a link of known speed: what steps, copies and kernels took, and which figures are broken.
+//! The device's clock over a link of known speed: what steps, copies and kernels took, which figures are broken, and
+//! what the reason of a placement says of the link.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -12,7 +13,7 @@ use headrace_testing::{ModelShape, random_model};
 const GRANULE: u64 = 4096;
 const LINK: u64 = 2_000_000;
 
-fn engine(limit: u64) -> Result<Engine, EngineError> {
+fn engine(limit: u64, link: Option<u64>) -> Result<Engine, EngineError> {
     let shape = ModelShape {
         vocab: 260,
         hidden: 64,
@@ -33,15 +34,15 @@ fn engine(limit: u64) -> Result<Engine, EngineError> {
         threads: Some(1),
         ..EngineOptions::default()
     };
-    let host = HostOptions { threads: Some(1), granule: GRANULE, link: Some(LINK), ..HostOptions::default() };
+    let host = HostOptions { threads: Some(1), granule: GRANULE, link, ..HostOptions::default() };
     let device = Box::new(HostDevice::new(host).unwrap());
     Engine::on_device(Arc::new(random_model(7, &shape)), None, options, device, limit)
 }
 
 #[test]
 fn streamed_steps_are_timed_against_the_link_and_resident_ones_have_no_copies() {
-    let Err(EngineError::Budget(breakdown)) = engine(GRANULE) else { panic!("a granule is refused") };
-    let mut streaming = engine(breakdown.minimum()).unwrap();
+    let Err(EngineError::Budget(breakdown)) = engine(GRANULE, Some(LINK)) else { panic!("a granule is refused") };
+    let mut streaming = engine(breakdown.minimum(), Some(LINK)).unwrap();
     let run = |engine: &mut Engine| {
         engine.generate(&[1, 2, 3], GenerationOptions::greedy(2), &mut |_| Ok(())).unwrap();
         engine.reset_stats();
@@ -61,9 +62,26 @@ fn streamed_steps_are_timed_against_the_link_and_resident_ones_have_no_copies() 
     assert!(clock.copy_seconds >= clock.copied_bytes as f64 / link * 0.5, "{clock:?}");
     assert_eq!(clock.broken_instruments, Vec::<String>::new());
 
-    let stats = run(&mut engine(breakdown.everything).unwrap());
+    let stats = run(&mut engine(breakdown.everything, Some(LINK)).unwrap());
     let clock = &stats.clock;
     assert_eq!((clock.copied_bytes, clock.copy_rate, clock.link_utilisation), (0, None, None));
     assert_eq!((clock.steps, clock.compute_seconds), (stats.tokens.steps, clock.step_seconds));
     assert!(clock.read_rate.unwrap() > 0.0);
+}
+
+#[test]
+fn the_reason_says_what_the_link_was_measured_at_where_it_was_and_weights_are_streamed() {
+    let Err(EngineError::Budget(breakdown)) = engine(GRANULE, None) else { panic!("a granule is refused") };
+    let reason = |limit, link| {
+        let engine = engine(limit, link).unwrap();
+        let (plan, stats) = (engine.memory().unwrap().placement, engine.stats().unwrap().placement.unwrap());
+        assert!(!plan.reason.contains("this link"), "a plan measures nothing: {}", plan.reason);
+        assert!(stats.reason.starts_with(&plan.reason), "{}", stats.reason);
+        (stats.mode.clone(), stats.reason[plan.reason.len()..].to_string())
+    };
+    let (least, most) = (breakdown.minimum(), breakdown.everything);
+    let expected = |mode: &str, said: &str| (mode.to_string(), said.to_string());
+    assert_eq!(reason(least, Some(55_140_000_000)), expected("stream", "; this link was measured at 55.1 GB/s"));
+    assert_eq!(reason(least, None), expected("stream", ""));
+    assert_eq!(reason(most, Some(55_140_000_000)), expected("resident", ""));
 }

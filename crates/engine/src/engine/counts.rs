@@ -29,7 +29,7 @@ impl Engine {
             },
             tokens: self.counters.tokens.clone(),
             weights: WeightStats::between(&self.before, &weights),
-            placement: self.home.budget().map(|b| b.plan().choice.clone()),
+            placement: self.home.budget().map(|b| b.plan().choice.clone().with_link(device.clock.link_ceiling)),
             memory: ledger.iter().flat_map(|r| &r.pools).map(|pool| PoolStats::of(pool, &device)).collect(),
             kv: self.kv.stats(),
             graph: GraphStats::between(&opened.graphs, &device.graphs, &self.before, &weights),
