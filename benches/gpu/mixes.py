@@ -174,17 +174,22 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 7, 32])
     parser.add_argument("--longest", type=int, default=CONTEXT, help="most positions of a request")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--piece-bytes", default="1MiB", help="small, so that small models stream at the smallest limit")
     parser.add_argument("--out", type=Path, required=True)
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for path in a.check:
         rows += check(
-            path, device=a.device, chunks=a.chunks, sequences=a.sequences, longest=a.longest, seed=a.seed
+            path, device=a.device, chunks=a.chunks, sequences=a.sequences, longest=a.longest, seed=a.seed,
+            piece_bytes=a.piece_bytes,
         )
     (a.out / "mixes.json").write_text(json.dumps(rows, indent=1))
     wrong = [row for row in rows if not row["equal"]]
-    print(f"{len(rows)} mixes, {len(wrong)} with differences")
+    streamed = sum(row["streamed"] > 0 for row in rows)
+    print(f"{len(rows)} mixes, {streamed} of them streamed, {len(wrong)} with differences")
+    if not streamed:
+        sys.exit("nothing was streamed: pieces are too large for these models")
     sys.exit(bool(wrong))
 
 

@@ -24,11 +24,12 @@ HBM_SHAPES = ("0.5b", "1.5b", "7b", "14b")
 
 
 def limits_of(path: Path, device: str = "cuda", **options: Any) -> tuple[int, int]:
-    """The smallest limit that works, and the one from which on nothing is cold."""
+    """The smallest limit that works, and the one from which on nothing is cold (without what a policy's many programs take)."""
     try:
         headrace.Engine.load(path, device=device, vram_limit=1, **options)  # type: ignore[arg-type]
     except headrace.BudgetError as error:
         minimum = int(str(error).split("at least ")[1].split(" ")[0])
+    options.pop("policy", None)
     memory = headrace.plan(path, device=device, vram_limit="100TiB", **options).memory  # type: ignore[arg-type]
     assert memory is not None
     return minimum, memory.everything
@@ -78,14 +79,20 @@ def check(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def batch(engine: headrace.Engine, sequences: int, tokens: int) -> list[list[int]]:
+    """The tokens of that many sequences."""
+    prompts = [[(7 * i + j) % 1000 + 3 for j in range(16)] for i in range(sequences)]
+    rows: list[list[int]] = engine.decode_greedy_batch(prompts, max_new_tokens=tokens, stop_tokens=()).token_ids.tolist()
+    return rows
+
+
 def decode(engine: headrace.Engine, sequences: int, tokens: int) -> dict[str, float]:
     """Time of one decode step: the median over short runs, by the engine's own clock."""
-    prompts = [[(7 * i + j) % 1000 + 3 for j in range(16)] for i in range(sequences)]
-    engine.decode_greedy_batch(prompts, max_new_tokens=8, stop_tokens=())
+    batch(engine, sequences, 8)
     times = []
     for _ in range(3):
         engine.reset_stats()
-        engine.decode_greedy_batch(prompts, max_new_tokens=tokens, stop_tokens=())
+        batch(engine, sequences, tokens)
         s = engine.stats()
         times.append(s.time.decode_seconds / s.time.decode_steps)
     step = float(np.median(times))
@@ -110,7 +117,7 @@ def prefill(engine: headrace.Engine) -> dict[str, float]:
 
 
 def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, Any]]) -> None:
-    options: dict[str, Any] = {"max_context": 2048, "max_batch": 32}
+    options: dict[str, Any] = {"max_context": 2048, "max_batch": 32, "prefill_chunk": 512}
     for activations in ("int16", "int8"):
         start = time.monotonic()
         engine = headrace.Engine.load(path, device="cuda", activations=activations, **options)
@@ -130,7 +137,7 @@ def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, 
 
 
 def over_budget(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, Any]]) -> None:
-    """One sequence with shares of the weights cold, then 8 and 32 sequences and a prompt with half of them cold."""
+    """One sequence with shares of the weights cold; 1, 8 and 32 sequences and a prompt with half of them cold, tokens first."""
     options: dict[str, Any] = {"max_context": CONTEXT, "max_batch": 1, "prefill_chunk": 64}
     minimum, everything = limits_of(path, **options)
     weights = headrace.plan(path, device="cpu").model.step_bytes
@@ -152,9 +159,14 @@ def over_budget(path: Path, shape: str, cold: list[float], rows_out: list[dict[s
         assert memory is not None
         # Room for 32 sequences of 32 positions, or one of 512; the weights give way to more.
         limit = memory.everything - memory.kv_max_bytes + memory.kv_max_bytes // 32 - weights // 2
+        engine = headrace.Engine.load(path, device="cuda", activations=activations, **options)  # type: ignore[arg-type]
+        expected = {sequences: batch(engine, sequences, 8) for sequences in (1, 8, 32)}
+        del engine
         engine = headrace.Engine.load(path, device="cuda", vram_limit=limit, activations=activations, **options)  # type: ignore[arg-type]
         for sequences in (1, 8, 32):
             row = {"shape": shape, "activations": activations, "sequences": sequences, "limit": limit}
+            if batch(engine, sequences, 8) != expected[sequences]:
+                raise SystemExit(f"{sequences} sequences, half cold: other tokens than with everything resident")
             row |= decode(engine, sequences, 8)
             row["cold"] = row["streamed_per_step"] / weights
             row["streamed_per_token"] = row["streamed_per_step"] / sequences

@@ -107,7 +107,8 @@ def identity(sweep: Sweep, path: Path) -> None:
 
     minimum, everything = limits(sweep, path, placement="stream", **base)
     for policy in POLICIES:
-        for limit in (minimum + (everything - minimum) // 4, (minimum + everything) // 2):
+        least, _ = limits(sweep, path, policy=policy, **base)
+        for limit in (least + (everything - minimum) // 4, least + (everything - minimum) // 2):
             cold = plan(sweep, path, **base, vram_limit=limit).resident_bytes < weights(path)
             compare(f"policy {policy} {limit:,}", cold, policy=policy, vram_limit=limit)
     compare("unmanaged", False, placement="unmanaged")
