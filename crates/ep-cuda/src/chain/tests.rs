@@ -6,8 +6,9 @@ use headrace_provider::program::PLANE_ALIGN;
 use headrace_provider::{Instr, Op, StepProgram};
 use headrace_testing::{ModelShape, file_program, random_model};
 
+use super::lists::Lists;
 use super::*;
-use crate::bind::Addresses;
+use crate::bind::{Addresses, Binder};
 use crate::buckets::GraphKey;
 use crate::plan::{plan, slab};
 
