@@ -1,7 +1,9 @@
 //! Plans of whole programs: what is launched, what waits for what, and what is refused.
 
+use headrace_model::ModelSpec;
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::format::Format;
+use headrace_provider::{Instr, Op, StepProgram};
 use headrace_testing::{ModelShape, file_program, random_model};
 
 use super::*;
