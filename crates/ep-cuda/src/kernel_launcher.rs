@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaContext;
 use headrace_numerics::activation::ActivationWidth;
@@ -28,6 +29,9 @@ type ActivationKey = bool;
 fn key(width: ActivationWidth) -> ActivationKey {
     width == ActivationWidth::Int16
 }
+
+/// Kernels that the driver has kept load faster than this; if it takes longer, it has compiled them.
+const COMPILED: Duration = Duration::from_secs(1);
 
 impl KernelLauncher {
     /// Loads the kernels that every model needs, for 16-bit activations.
@@ -56,6 +60,7 @@ impl Launcher for KernelLauncher {
     }
 
     fn prepare(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), String> {
+        let since = Instant::now();
         let kernels = match self.kernels.remove(&key(width)) {
             Some(kernels) => Ok(kernels),
             None => Kernels::new(&self.context, width),
@@ -63,6 +68,12 @@ impl Launcher for KernelLauncher {
         let mut kernels = kernels.map_err(|e| e.to_string())?;
         let prepared = formats.iter().try_for_each(|&format| kernels.prepare(format));
         self.kernels.insert(key(width), kernels);
+        if since.elapsed() > COMPILED {
+            let seconds = since.elapsed().as_secs_f64();
+            log::info!(
+                "the driver took {seconds:.0} s to compile kernels for this card; it keeps them, so that later loads don't wait"
+            );
+        }
         prepared.map_err(|e| e.to_string())
     }
 
