@@ -231,8 +231,8 @@ class Pieces:
 class _Wakeups:
     """Carries news of requests to the event loops that wait for them, by one thread for all of them.
 
-    The engine's thread never takes the GIL: it leaves a number in a channel, and this thread, which waits there without the
-    GIL, wakes the loops.
+    The engine's thread takes the GIL for no token (only to log): it leaves a number in a channel, and this thread, which
+    waits there without the GIL, wakes the loops.
     """
 
     def __init__(self, inner: _core.Server) -> None:

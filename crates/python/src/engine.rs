@@ -13,7 +13,8 @@ use pyo3::prelude::*;
 
 use crate::arguments::{GenerateArguments, LoadArguments, engine_options, policy_kind};
 use crate::errors::HeadraceError;
-use crate::guard::{Signals, Stop, detached};
+use crate::guard::{Signals, Stop, Turn, Waiting, detached, may_wait};
+use crate::logs;
 use crate::result::{GenerationTuple, matrix, to_tuple};
 use crate::serve::Server;
 use crate::stream::TokenStream;
@@ -25,6 +26,7 @@ use crate::text::TextStream;
 #[pyo3(signature = (path, options, length))]
 pub fn plan(py: Python<'_>, path: PathBuf, options: LoadArguments, length: Option<usize>) -> PyResult<String> {
     let options = engine_options(options)?;
+    logs::look_again(py);
     to_json(&detached(py, move || Ok(headrace_engine::Engine::plan(&path, &options, length)?))?)
 }
 
@@ -39,6 +41,7 @@ pub fn simulate(
 ) -> PyResult<String> {
     let options = engine_options(options)?;
     let kinds = policies.iter().map(|name| policy_kind(name)).collect::<PyResult<Vec<_>>>()?;
+    logs::look_again(py);
     to_json(&detached(py, move || Ok(headrace_engine::Engine::simulate(&path, &options, &kinds, steps)?))?)
 }
 
@@ -50,7 +53,7 @@ pub fn to_json<T: serde::Serialize>(value: &T) -> PyResult<String> {
 /// A loaded model on a device.
 #[pyclass(module = "headrace._core", frozen)]
 pub struct Engine {
-    shared: SharedEngine,
+    shared: Waiting<SharedEngine>,
     /// What never changes, so that nobody waits for a step to learn it.
     tokenizer: Option<Arc<Tokenizer>>,
     eos: Vec<u32>,
@@ -64,13 +67,17 @@ impl Engine {
     #[staticmethod]
     fn load(py: Python<'_>, path: PathBuf, options: LoadArguments) -> PyResult<Engine> {
         let options = engine_options(options)?;
-        let engine = detached(py, move || Ok(headrace_engine::Engine::load(&path, options)?))?;
+        logs::look_again(py);
+        let engine = detached(py, move || {
+            may_wait()?;
+            Ok(headrace_engine::Engine::load(&path, options)?)
+        })?;
         Ok(Engine {
             tokenizer: engine.tokenizer().cloned(),
             eos: engine.model().special.eos.clone(),
             max_context: engine.max_context(),
             vocab: engine.model().config.vocab,
-            shared: Arc::new(Mutex::new(engine)),
+            shared: Waiting::new(Arc::new(Mutex::new(engine))),
         })
     }
 
@@ -165,12 +172,12 @@ impl Engine {
 
     /// Starts a generation whose tokens are taken one by one.
     fn stream(&self, py: Python<'_>, prompt: Vec<u32>, options: GenerateArguments) -> PyResult<TokenStream> {
-        detached(py, || Ok(TokenStream::start(self.shared.clone(), &prompt, options.into())?))
+        TokenStream::start(py, self.shared.clone(), &prompt, options.into())
     }
 
     /// Starts a thread that runs continuous generation on this engine.
-    fn serve(&self) -> PyResult<Server> {
-        Server::start(self.shared.clone(), self.vocab)
+    fn serve(&self, py: Python<'_>) -> PyResult<Server> {
+        Server::start(py, self.shared.clone(), self.vocab)
     }
 
     /// Logits of token rows, `(rows, vocab)`.
@@ -189,35 +196,36 @@ impl Engine {
     #[pyo3(signature = (length))]
     fn plan(&self, py: Python<'_>, length: Option<usize>) -> PyResult<String> {
         to_json(&detached(py, || {
-            let engine = self.shared.lock();
+            let engine = Turn::wait(&self.shared)?;
             Ok((engine.inventory(), engine.memory().zip(engine.trade(length))))
         })?)
     }
 
     /// Changes the memory limit of the live engine.
     fn set_vram_limit(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
-        detached(py, || Ok(self.shared.lock().set_vram_limit(bytes)?))
+        logs::look_again(py);
+        detached(py, || Ok(Turn::wait(&self.shared)?.set_vram_limit(bytes)?))
     }
 
     /// A checksum of every resident piece of weights, read back from the device; `None` for a cold one.
     fn weight_checksums(&self, py: Python<'_>) -> PyResult<Vec<Option<u64>>> {
-        detached(py, || Ok(self.shared.lock().weight_checksums()?))
+        detached(py, || Ok(Turn::wait(&self.shared)?.weight_checksums()?))
     }
 
     /// What a residency policy made of each tensor's reads, as JSON.
     fn residency_trace(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&detached(py, || Ok(self.shared.lock().residency_trace()))?)
+        to_json(&detached(py, || Ok(Turn::wait(&self.shared)?.residency_trace()))?)
     }
 
     /// The counters, as JSON.
     fn stats(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&detached(py, || Ok(self.shared.lock().stats()?))?)
+        to_json(&detached(py, || Ok(Turn::wait(&self.shared)?.stats()?))?)
     }
 
     /// Opens a new window for the totals.
     fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
-            self.shared.lock().reset_stats();
+            Turn::wait(&self.shared)?.reset_stats();
             Ok(())
         })
     }
@@ -236,6 +244,7 @@ impl Engine {
         progress: Option<Py<PyAny>>,
         work: impl FnOnce(&mut headrace_engine::Engine, &mut headrace_engine::Hook<'_>) -> headrace_engine::Result<T> + Send,
     ) -> PyResult<T> {
+        logs::look_again(py);
         detached(py, || -> Result<T, Stop> {
             let mut signals = Signals::new();
             let mut hook = |p: Progress| {
@@ -244,7 +253,7 @@ impl Engine {
                     None => Ok(()),
                 })
             };
-            let result = work(&mut self.shared.lock(), &mut hook);
+            let result = work(&mut *Turn::wait(&self.shared)?, &mut hook);
             signals.settle(result)
         })
     }

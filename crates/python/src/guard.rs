@@ -1,12 +1,21 @@
-//! What lies between Python and the engine: the GIL released, panics turned into errors, Ctrl-C noticed.
+//! What lies between Python and the engine: the GIL released, also to end things; panics turned into errors; Ctrl-C noticed.
+//!
+//! The engine's threads take the GIL: to pass a message to a handler of Python's `logging`, and to look for signals. So nobody
+//! may wait for one of them, or for a lock that it may hold, and keep the GIL; and what Python runs for such a thread (a handler,
+//! or the end of an object that it happens to collect) must not wait for what that very thread holds.
 
+use std::cell::Cell;
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use headrace_engine::EngineError;
+use headrace_engine::serve::SharedEngine;
+use parking_lot::MutexGuard;
 use pyo3::prelude::*;
 
-use crate::errors::to_py;
+use crate::errors::{HeadraceError, to_py};
 
 /// How often a running call looks for signals. Looking takes the GIL, which another thread may hold for milliseconds.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
@@ -38,6 +47,106 @@ pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Stop> 
                 .or_else(|| panic.downcast_ref::<&str>().copied())
                 .unwrap_or("no message");
             Err(to_py(&EngineError::Internal(what.to_string())))
+        }
+    }
+}
+
+thread_local! {
+    static INSIDE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// While one lives, Python code that this thread runs is inside of work of the engine, and must wait for nothing.
+pub struct Inside(());
+
+impl Inside {
+    /// From now on.
+    pub fn new() -> Inside {
+        INSIDE.set(INSIDE.get() + 1);
+        Inside(())
+    }
+
+    /// True inside.
+    pub fn is() -> bool {
+        INSIDE.get() > 0
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(INSIDE.get() - 1);
+    }
+}
+
+/// Refuses what would wait, inside.
+pub fn may_wait() -> Result<(), Stop> {
+    let what = "this call waits for another one on the same thread, which called it: from a logging handler or a signal handler, \
+                the engine at work can't be used";
+    if Inside::is() { Err(Stop::Python(HeadraceError::new_err(what))) } else { Ok(()) }
+}
+
+/// The engine, for this thread alone. To be waited for without the GIL.
+pub struct Turn<'a> {
+    engine: MutexGuard<'a, headrace_engine::Engine>,
+    _inside: Inside,
+}
+
+impl<'a> Turn<'a> {
+    /// Waits for the engine; refused where this thread may be the one that has it.
+    pub fn wait(shared: &'a SharedEngine) -> Result<Turn<'a>, Stop> {
+        may_wait()?;
+        Ok(Turn { engine: shared.lock(), _inside: Inside::new() })
+    }
+}
+
+impl Deref for Turn<'_> {
+    type Target = headrace_engine::Engine;
+
+    fn deref(&self) -> &headrace_engine::Engine {
+        &self.engine
+    }
+}
+
+impl DerefMut for Turn<'_> {
+    fn deref_mut(&mut self) -> &mut headrace_engine::Engine {
+        &mut self.engine
+    }
+}
+
+/// Something whose end waits for threads or locks: it ends without the GIL, and inside (where Python's collector may find it) on
+/// a thread of its own.
+pub struct Waiting<T: Send + 'static>(ManuallyDrop<T>);
+
+impl<T: Send + 'static> Waiting<T> {
+    /// Keeps `value`.
+    pub fn new(value: T) -> Waiting<T> {
+        Waiting(ManuallyDrop::new(value))
+    }
+}
+
+impl<T: Send + 'static> Deref for Waiting<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Send + 'static> DerefMut for Waiting<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
+
+impl<T: Send + 'static> Drop for Waiting<T> {
+    fn drop(&mut self) {
+        // SAFETY: this is the only place that takes it, and nobody looks at it afterwards.
+        let value = unsafe { ManuallyDrop::take(&mut self.0) };
+        let end = move || drop(catch_unwind(AssertUnwindSafe(|| drop(value))));
+        if Inside::is() {
+            // Without a thread it ends here: better a wait than memory that never comes back.
+            let _ = std::thread::Builder::new().name("headrace-end".into()).spawn(end);
+        } else {
+            Python::attach(|py| py.detach(end));
         }
     }
 }

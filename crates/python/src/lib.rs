@@ -4,6 +4,7 @@ mod arguments;
 mod engine;
 mod errors;
 mod guard;
+mod logs;
 mod result;
 mod serve;
 mod stream;
@@ -34,9 +35,15 @@ mod _core {
 
     use super::*;
 
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::logs::install(module)
+    }
+
     /// What this machine can do, as JSON.
     #[pyfunction]
     fn probe(py: Python<'_>) -> PyResult<String> {
+        super::logs::look_again(py);
         super::engine::to_json(&super::guard::detached(py, || Ok(headrace_engine::probe::probe()))?)
     }
 

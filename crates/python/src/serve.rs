@@ -9,7 +9,8 @@ use headrace_engine::serve::{News, Outcome, SharedEngine};
 use pyo3::prelude::*;
 
 use crate::arguments::GenerateArguments;
-use crate::guard::{Signals, Stop, detached};
+use crate::guard::{Inside, Signals, Stop, Waiting, detached, may_wait};
+use crate::logs;
 use crate::result::{GenerationTuple, to_tuple};
 
 /// How long a wait goes on before it looks for signals.
@@ -21,7 +22,7 @@ type Woken = Sender<Option<u64>>;
 /// Continuous generation on an engine: requests join and leave while others decode.
 #[pyclass(module = "headrace._core", frozen)]
 pub struct Server {
-    inner: headrace_engine::serve::Server,
+    inner: Waiting<headrace_engine::serve::Server>,
     vocab: usize,
     woken: Woken,
     wakes: Mutex<Receiver<Option<u64>>>,
@@ -29,10 +30,15 @@ pub struct Server {
 
 impl Server {
     /// A server of its own thread.
-    pub fn start(engine: SharedEngine, vocab: usize) -> PyResult<Server> {
+    pub fn start(py: Python<'_>, engine: SharedEngine, vocab: usize) -> PyResult<Server> {
+        logs::look_again(py);
+        // Waits for whoever has the engine, to learn its limits.
+        let inner = detached(py, || {
+            may_wait()?;
+            Ok(headrace_engine::serve::Server::start(engine))
+        })??;
         let (woken, wakes) = channel();
-        let inner = headrace_engine::serve::Server::start(engine)?;
-        Ok(Server { inner, vocab, woken, wakes: Mutex::new(wakes) })
+        Ok(Server { inner: Waiting::new(inner), vocab, woken, wakes: Mutex::new(wakes) })
     }
 }
 
@@ -40,17 +46,19 @@ impl Server {
 impl Server {
     /// Takes a request.
     fn submit(&self, py: Python<'_>, prompt: Vec<u32>, options: GenerateArguments) -> PyResult<Request> {
+        logs::look_again(py);
         let inner = detached(py, || Ok(self.inner.submit(prompt, options.into())?))?;
         Ok(Request { inner, vocab: self.vocab, woken: self.woken.clone() })
     }
 
-    /// Takes no further request, and returns once all have ended; `cancel` ends them now, and so does a signal.
+    /// Takes no further request, and returns once all have ended; `cancel` ends them now, and so does a signal. Called while this
+    /// thread is at work for an engine (Python's collector does so) it can't wait for the end.
     fn close(&self, py: Python<'_>, cancel: bool) -> PyResult<()> {
         detached(py, || {
             self.inner.close(cancel);
             let mut signals = Signals::new();
             let mut result = Ok(());
-            while !self.inner.wait_closed(PATIENCE) {
+            while !Inside::is() && !self.inner.wait_closed(PATIENCE) {
                 if result.is_ok() {
                     result = signals.check(|_| Ok(()));
                     if result.is_err() {
@@ -143,6 +151,7 @@ impl Request {
     /// Waits for token `at`; `None` if the request ends without it. Raises what it failed with.
     fn wait(&self, py: Python<'_>, at: usize) -> PyResult<Option<u32>> {
         detached(py, || {
+            may_wait()?;
             let mut signals = Signals::new();
             loop {
                 match self.inner.wait(at, PATIENCE) {
@@ -179,6 +188,9 @@ impl Request {
         let deadline = seconds
             .map(|s| std::time::Instant::now() + Duration::try_from_secs_f64(s.max(0.0)).unwrap_or(Duration::MAX / 4));
         let outcome: Option<Outcome> = detached(py, || {
+            if self.inner.outcome(Duration::ZERO).is_none() {
+                may_wait()?;
+            }
             let mut signals = Signals::new();
             loop {
                 let left =

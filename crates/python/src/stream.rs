@@ -1,18 +1,34 @@
 //! `_core.TokenStream`: one generation, a token at a time.
 
 use headrace_engine::serve::SharedEngine;
-use headrace_engine::{EngineError, GenerationOptions, Run};
+use headrace_engine::{GenerationOptions, Run};
 use headrace_model::tokenizer::DecodeStream;
 use pyo3::prelude::*;
 
-use crate::guard::{Signals, detached};
+use crate::guard::{Signals, Stop, Turn, Waiting, detached};
+use crate::logs;
+
+/// What ends with a stream.
+struct Work {
+    shared: SharedEngine,
+    run: Run,
+    /// True once its pages were given back.
+    finished: bool,
+}
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        if !self.finished {
+            self.shared.lock().finish(&mut self.run);
+        }
+    }
+}
 
 /// A generation in work. Iterating gives `(text, token id)` as tokens are chosen; `text` is empty until a character is
 /// complete. The engine is free for others between two tokens. Dropping it gives its pages back.
 #[pyclass(module = "headrace._core")]
 pub struct TokenStream {
-    shared: SharedEngine,
-    run: Run,
+    work: Waiting<Work>,
     text: Option<DecodeStream>,
     /// New tokens that the iterator has given.
     given: usize,
@@ -22,13 +38,36 @@ pub struct TokenStream {
 
 impl TokenStream {
     /// Admits the generation.
-    pub fn start(shared: SharedEngine, prompt: &[u32], options: GenerationOptions) -> Result<TokenStream, EngineError> {
-        let (run, text) = {
-            let mut engine = shared.lock();
-            let text = engine.tokenizer().map(|t| t.decode_stream(true));
-            (engine.start(prompt, options)?, text)
-        };
-        Ok(TokenStream { shared, run, text, given: 0, flushed: false })
+    pub fn start(
+        py: Python<'_>,
+        shared: SharedEngine,
+        prompt: &[u32],
+        options: GenerationOptions,
+    ) -> PyResult<TokenStream> {
+        logs::look_again(py);
+        detached(py, || {
+            let (run, text) = {
+                let mut engine = Turn::wait(&shared)?;
+                let text = engine.tokenizer().map(|t| t.decode_stream(true));
+                (engine.start(prompt, options)?, text)
+            };
+            let work = Waiting::new(Work { shared, run, finished: false });
+            Ok(TokenStream { work, text, given: 0, flushed: false })
+        })
+    }
+
+    fn step(&mut self) -> Result<(), Stop> {
+        let Work { shared, run, .. } = &mut *self.work;
+        Ok(Turn::wait(shared)?.step(&mut [run])?)
+    }
+
+    fn finish(&mut self) -> Result<(), Stop> {
+        let Work { shared, run, finished } = &mut *self.work;
+        if !*finished {
+            Turn::wait(shared)?.finish(run);
+            *finished = true;
+        }
+        Ok(())
     }
 }
 
@@ -41,12 +80,12 @@ impl TokenStream {
     fn __next__(&mut self, py: Python<'_>) -> PyResult<Option<(String, Option<u32>)>> {
         detached(py, || {
             let mut signals = Signals::new();
-            let mut result = Ok(());
-            while result.is_ok() && self.run.new_tokens().len() == self.given && self.run.finish_reason().is_none() {
-                result = signals.check(|_| Ok(())).and_then(|()| self.shared.lock().step(&mut [&mut self.run]));
+            while self.work.run.new_tokens().len() == self.given && self.work.run.finish_reason().is_none() {
+                let looked = signals.check(|_| Ok(()));
+                signals.settle(looked)?;
+                self.step()?;
             }
-            signals.settle(result)?;
-            if let Some(&token) = self.run.new_tokens().get(self.given) {
+            if let Some(&token) = self.work.run.new_tokens().get(self.given) {
                 self.given += 1;
                 let piece = match &mut self.text {
                     Some(text) => text.push(token).unwrap_or_default(),
@@ -54,7 +93,7 @@ impl TokenStream {
                 };
                 return Ok(Some((piece, Some(token))));
             }
-            self.shared.lock().finish(&mut self.run);
+            self.finish()?;
             if std::mem::replace(&mut self.flushed, true) {
                 return Ok(None);
             }
@@ -66,7 +105,7 @@ impl TokenStream {
     /// Ends the generation and gives its pages back. A second call changes nothing.
     fn close(&mut self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
-            self.shared.lock().finish(&mut self.run);
+            self.finish()?;
             self.flushed = true;
             Ok(())
         })
@@ -75,18 +114,12 @@ impl TokenStream {
     /// `stop`, `length`, `context`, or `None` while it goes on.
     #[getter]
     fn finish_reason(&self) -> Option<&'static str> {
-        self.run.finish_reason().map(|r| r.name())
+        self.work.run.finish_reason().map(|r| r.name())
     }
 
     /// Tokens chosen so far.
     #[getter]
     fn token_ids(&self) -> Vec<u32> {
-        self.run.new_tokens().to_vec()
-    }
-}
-
-impl Drop for TokenStream {
-    fn drop(&mut self) {
-        self.shared.lock().finish(&mut self.run);
+        self.work.run.new_tokens().to_vec()
     }
 }

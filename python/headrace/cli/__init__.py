@@ -13,10 +13,12 @@ from headrace.cli.info import info
 from headrace.cli.plan import plan
 from headrace.cli.probe import probe
 from headrace.cli.run import run
+from headrace.cli.verbose import verbose
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(build_info()["version"], prog_name="headrace")
+@verbose
 def cli() -> None:
     """Run decoder LLMs under one hard memory limit, with the same tokens as if everything fitted."""
 

@@ -15,6 +15,7 @@ from headrace._plan import MemoryPlan, Plan, Trade
 from headrace._plan import plan as make_plan
 from headrace._residency import Simulation
 from headrace._residency import simulate as simulate_policies
+from headrace.cli.verbose import verbose
 
 
 @click.command()
@@ -33,6 +34,7 @@ from headrace._residency import simulate as simulate_policies
 @click.option("--policy", type=click.Choice(["all", *POLICIES]), default="all", show_default=True, help="For --simulate.")
 @click.option("--steps", type=click.IntRange(2, 10_000), default=16, show_default=True, help="For --simulate.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@verbose
 def plan(
     model: str,
     device: str,

@@ -11,10 +11,12 @@ from rich.table import Table
 from headrace._core import build_info
 from headrace._probe import CardReport, HostReport
 from headrace._probe import probe as measure
+from headrace.cli.verbose import verbose
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON, with the facts about this build: for bug reports.")
+@verbose
 def probe(as_json: bool) -> None:
     """Measure what this machine can do: memory, links, cores. Without a card only the host is measured."""
     with Console(stderr=True).status("measuring"):

@@ -10,6 +10,7 @@ from rich.console import Console
 from headrace._engine import Engine
 from headrace._options import PLACEMENTS
 from headrace._stats import Stats
+from headrace.cli.verbose import verbose
 
 
 @click.command()
@@ -38,6 +39,7 @@ from headrace._stats import Stats
 )
 @click.option("--kv-dtype", type=click.Choice(["float16", "float32"]), default="float16", show_default=True)
 @click.option("--stats", is_flag=True, help="Print speed and memory to standard error at the end.")
+@verbose
 def run(
     model: str,
     prompt: str,
