@@ -31,6 +31,7 @@ def test_run_prints_what_the_model_says(smollm2: Path) -> None:
 def test_run_by_name_with_the_chat_template(smollm2: Path) -> None:
     done = run("run", "smollm2-135m", "-", "-n", "20", text="What is the capital of France?")
     assert "Paris" in done.stdout
+    assert done.stderr == "", "a model that is as it should be warns of nothing"
 
 
 def test_fetch_prints_the_cached_path(smollm2: Path) -> None:

@@ -190,7 +190,8 @@ pub(super) fn pieces(path: &Path, inner: &tokenizers::Tokenizer, rule: TextRule)
         let lost = |b: &u8| inner.token_to_id(byte_char(*b).encode_utf8(&mut [0; 4])).is_none();
         let lost: Vec<u8> = (0..=0xF4).filter(|b| !matches!(b, 0xC0 | 0xC1)).filter(lost).collect();
         if !lost.is_empty() {
-            log::warn!("{}: no tokens for the bytes {lost:02X?}; they are dropped from text", path.display());
+            // Nothing to be warned of at each load: these are bytes that hardly any text has.
+            log::info!("{}: no tokens for the bytes {lost:02X?}; they are dropped from text", path.display());
         }
     }
     let lead = if let TextRule::Sentencepiece { lead } = rule { lead } else { 0 };
