@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicUsize;
 use headrace_model::ModelSpec;
 use headrace_model::spec::TensorId;
 use headrace_numerics::format::Format;
-use headrace_provider::{Buffer, Instr, Op, RowSet, Segment, StepProgram};
+use headrace_provider::{Buffer, Instr, Op, RowSet, Segment, StepProgram, check};
 
 use crate::weights::WeightSource;
 
@@ -179,9 +179,7 @@ pub fn compile(
     threads: usize,
     ring: bool,
 ) -> Result<Compiled, String> {
-    if program.max_rows == 0 || program.max_wanted > program.max_rows {
-        return Err(format!("a program for {} rows of which {} are wanted", program.max_rows, program.max_wanted));
-    }
+    check(&program, model)?;
     let mut c = Compiler {
         model,
         weights,
@@ -228,10 +226,7 @@ impl Compiler<'_> {
         let config = &self.model.config;
         match op {
             Op::Embed { table } => {
-                let view = self.weights.matrix(*table)?;
-                if (view.rows, view.cols) != (config.vocab, config.hidden) {
-                    return Err(format!("an embedding of {} x {}", view.rows, view.cols));
-                }
+                self.weights.matrix(*table)?;
                 self.push(Work::Embed(*table));
             }
             Op::Norm { weight, rows } => {
@@ -264,7 +259,7 @@ impl Compiler<'_> {
     }
 
     fn layer(&self, layer: usize) -> Result<(), String> {
-        let l = self.model.layers.get(layer).ok_or_else(|| format!("layer {layer} of {}", self.model.layers.len()))?;
+        let l = &self.model.layers[layer];
         for norm in [l.q_norm, l.k_norm].into_iter().flatten() {
             self.weights.vector(norm, self.model.config.head_dim)?;
         }
@@ -293,24 +288,9 @@ impl Compiler<'_> {
         let Some((made_at, mut activation)) = self.current else {
             return Err("a linear layer without an activation".to_string());
         };
-        if (out == Buffer::Logits) != (activation.rows == RowSet::Wanted) {
-            return Err(format!("{:?} rows into {out:?}", activation.rows));
-        }
         let mut parts = Vec::with_capacity(segments.len());
         for segment in segments {
-            if segment.tensor != segments[0].tensor {
-                return Err("segments of two tensors".to_string());
-            }
-            let view = self.weights.segment(segment)?;
-            if view.cols != activation.width {
-                let name = &self.model.tensor(segment.tensor).name;
-                return Err(format!("{name} has {} columns, the activation {}", view.cols, activation.width));
-            }
-            let end = column.checked_add(segment.row).and_then(|c| c.checked_add(segment.rows));
-            let width = out.width(&self.model.config);
-            if end.is_none_or(|end| end > width) {
-                return Err(format!("columns {column} + {} + {} of {out:?}: {width}", segment.row, segment.rows));
-            }
+            self.weights.segment(segment)?;
             let tensor = self.model.tensor(segment.tensor);
             if let Some(bias) = bias {
                 self.weights.vector(bias, tensor.rows)?;

@@ -5,12 +5,14 @@
 
 #![forbid(unsafe_code)]
 
+mod check;
 pub mod device;
 pub mod program;
 pub mod report;
 pub mod step;
 mod workspace;
 
+pub use check::check;
 pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Ticket};
 pub use program::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
 pub use report::{ClockReport, DeviceReport, GraphReport, PhysicalFigure, PhysicalSource, SourceReport};

@@ -4,7 +4,7 @@
 use headrace_model::ModelSpec;
 use headrace_model::spec::{Tensor, TensorId};
 use headrace_provider::program::PLANE_ALIGN;
-use headrace_provider::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
+use headrace_provider::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram, check};
 
 use super::{Action, ActivationTask, CapturePlan, Lane, LinearTask, Part, Source, Task, slab};
 
@@ -32,8 +32,9 @@ struct Planner<'a> {
 
 /// Checks `program` against the model. The error names the instruction and says what is wrong with it.
 pub fn plan(program: &StepProgram, model: &ModelSpec) -> Result<CapturePlan, String> {
-    if program.max_rows == 0 || program.max_wanted > program.max_rows || u32::try_from(program.max_rows).is_err() {
-        return Err(format!("a program for {} rows of which {} are wanted", program.max_rows, program.max_wanted));
+    check(program, model)?;
+    if u32::try_from(program.max_rows).is_err() {
+        return Err(format!("a program for {} rows", program.max_rows));
     }
     let plan = CapturePlan {
         actions: Vec::new(),
@@ -125,24 +126,9 @@ impl Planner<'_> {
         Ok(())
     }
 
-    fn tensor(&self, id: TensorId) -> Result<&Tensor, String> {
-        self.model.tensors.get(id.0).ok_or_else(|| format!("the model has no tensor {}", id.0))
-    }
-
-    fn vector(&self, id: TensorId, len: usize) -> Result<(), String> {
-        let tensor = self.tensor(id)?;
-        if (tensor.rows, tensor.cols) != (1, len) {
-            return Err(format!("{} is {} x {}, not a vector of {len}", tensor.name, tensor.rows, tensor.cols));
-        }
-        Ok(())
-    }
-
-    /// The tensor of a segment whose rows exist and whose slab lies where it can.
+    /// The tensor of a segment whose slab lies where it can.
     fn segment(&self, segment: &Segment) -> Result<&Tensor, String> {
-        let tensor = self.tensor(segment.tensor)?;
-        if segment.row.checked_add(segment.rows).is_none_or(|end| end > tensor.rows) || segment.rows == 0 {
-            return Err(format!("{}: rows {} + {} of {}", tensor.name, segment.row, segment.rows, tensor.rows));
-        }
+        let tensor = self.model.tensor(segment.tensor);
         let (_, bytes) = slab(tensor, segment.rows).ok_or_else(|| format!("{}: too many bytes", tensor.name))?;
         let offset = match segment.place {
             Place::File => return Err(format!("{}: this device can't compute from the file", tensor.name)),
@@ -164,42 +150,24 @@ impl Planner<'_> {
         Ok(tensor)
     }
 
-    fn layer(&self, layer: usize) -> Result<(), String> {
-        let l = self.model.layers.get(layer).ok_or_else(|| format!("layer {layer} of {}", self.model.layers.len()))?;
-        [l.q_norm, l.k_norm].into_iter().flatten().try_for_each(|n| self.vector(n, self.model.config.head_dim))
-    }
-
     fn op(&mut self, op: &Op) -> Result<(), String> {
         let config = &self.model.config;
         match op {
             Op::Embed { table } => {
-                let tensor = self.tensor(*table)?;
-                if (tensor.rows, tensor.cols) != (config.vocab, config.hidden) {
-                    return Err(format!("an embedding of {} x {}", tensor.rows, tensor.cols));
-                }
                 if self.plan.table.is_some_and(|t| t != *table) {
                     return Err("embeddings from two tables".to_string());
                 }
                 self.plan.table = Some(*table);
                 self.launch(Task::Embed(*table));
             }
-            Op::Norm { weight, rows } => {
-                self.vector(*weight, config.hidden)?;
-                self.activate(Source::Norm(*weight), *rows, config.hidden);
-            }
+            Op::Norm { weight, rows } => self.activate(Source::Norm(*weight), *rows, config.hidden),
             Op::Quantise => self.activate(Source::Attention, RowSet::All, Buffer::Attention.width(config)),
             Op::Swiglu => self.activate(Source::Swiglu, RowSet::All, config.ffn),
             Op::Linear { segments, bias, out, column, accumulate } => {
                 self.linear(segments, *bias, *out, *column, *accumulate)?;
             }
-            Op::RopeAppend { layer } => {
-                self.layer(*layer)?;
-                self.launch(Task::Rope(*layer));
-            }
-            Op::Attention { layer } => {
-                self.layer(*layer)?;
-                self.launch(Task::Attention(*layer));
-            }
+            Op::RopeAppend { layer } => self.launch(Task::Rope(*layer)),
+            Op::Attention { layer } => self.launch(Task::Attention(*layer)),
             Op::Argmax => {
                 self.plan.chooses = true;
                 self.launch(Task::Argmax);
@@ -225,39 +193,17 @@ impl Planner<'_> {
         let Some((made_at, mut activation)) = self.current else {
             return Err("a linear layer without an activation".to_string());
         };
-        if (out == Buffer::Logits) != (activation.rows == RowSet::Wanted) {
-            return Err(format!("{:?} rows into {out:?}", activation.rows));
-        }
         let Some(first) = segments.first() else { return Ok(()) };
-        let format = self.tensor(first.tensor)?.format;
+        let format = self.model.tensor(first.tensor).format;
         let mut parts = Vec::with_capacity(segments.len());
         for segment in segments {
-            if segment.tensor != first.tensor {
-                return Err("segments of two tensors".to_string());
-            }
             if let Place::Slot { slot, .. } = segment.place
                 && *self.slot(slot)? != SlotState::Readable
             {
                 return Err(format!("slot {slot} is read before its copy was waited for"));
             }
-            let tensor = self.segment(segment)?;
-            if tensor.cols != activation.width {
-                return Err(format!(
-                    "{} has {} columns, the activation {}",
-                    tensor.name, tensor.cols, activation.width
-                ));
-            }
-            let start = column.checked_add(segment.row);
-            let end = start.and_then(|c| c.checked_add(segment.rows));
-            let width = out.width(&self.model.config);
-            let (Some(start), Some(end)) = (start, end) else { return Err("too many columns".to_string()) };
-            if end > width {
-                return Err(format!("columns {column} + {} + {} of {out:?}: {width}", segment.row, segment.rows));
-            }
-            if let Some(bias) = bias {
-                self.vector(bias, tensor.rows)?;
-            }
-            parts.push(Part { segment: *segment, bias, column: start, accumulate });
+            self.segment(segment)?;
+            parts.push(Part { segment: *segment, bias, column: column + segment.row, accumulate });
         }
         activation.codes |= format.is_quantised();
         activation.floats |= !format.is_quantised();
