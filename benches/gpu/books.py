@@ -3,13 +3,12 @@
     python benches/gpu/books.py --model-dir /tmp/models --out results
 
 A thread asks NVML about this process every few milliseconds while a model of 14B shape is loaded, prefilled and decoded under
-each limit. Exits with 1 if a figure is above its limit, if the books disagree, or if an instrument is broken.
+each limit (`pip install nvidia-ml-py`). Exits with 1 if a figure is above its limit, if the books disagree, or if an instrument is broken.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import sys
@@ -21,47 +20,31 @@ from typing import Any
 import headrace
 import make_model
 import numpy as np
+import pynvml
 
 CONTEXT = 1024
 PROMPT = 400
 NEW_TOKENS = 24
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
-class _Process(ctypes.Structure):
-    _fields_ = [
-        ("pid", ctypes.c_uint),
-        ("used", ctypes.c_ulonglong),
-        ("gpu_instance", ctypes.c_uint),
-        ("compute_instance", ctypes.c_uint),
-    ]
-
-
 class Nvml:
     """Two witnesses of NVML: this process's bytes, and the card's growth since before this process used it."""
 
     def __init__(self) -> None:
-        self.library = ctypes.CDLL("libnvidia-ml.so.1")
-        self.device = ctypes.c_void_p()
-        assert self.library.nvmlInit_v2() == 0
-        assert self.library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)) == 0
+        pynvml.nvmlInit()
+        self.device = pynvml.nvmlDeviceGetHandleByIndex(0)
         self.before = self.card()
 
     def card(self) -> int:
-        memory = _Memory()
-        assert self.library.nvmlDeviceGetMemoryInfo(self.device, ctypes.byref(memory)) == 0
-        return int(memory.used)
+        return int(pynvml.nvmlDeviceGetMemoryInfo(self.device).used)
 
     def process(self) -> int | None:
-        count, processes = ctypes.c_uint(64), (_Process * 64)()
-        ask = self.library.nvmlDeviceGetComputeRunningProcesses_v3
-        if ask(self.device, ctypes.byref(count), processes) != 0:
+        """`None` where NVML doesn't say."""
+        try:
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(self.device)
+        except pynvml.NVMLError:
             return None
-        own = [p.used for p in processes[: count.value] if p.pid == os.getpid()]
-        return int(own[0]) if own and own[0] < 1 << 60 else None
+        return next((p.usedGpuMemory for p in processes if p.pid == os.getpid()), None)
 
 
 class Sampler:

@@ -38,7 +38,7 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 impl GiveWay {
     /// The weights, with no step in flight. The engine submits one step at a time while somebody waits here.
-    pub(super) fn weights_at_rest(&self) -> std::result::Result<MutexGuard<'_, PagedWeights>, ReclaimError> {
+    fn weights_at_rest(&self) -> std::result::Result<MutexGuard<'_, PagedWeights>, ReclaimError> {
         let since = Instant::now();
         self.wanted.store(true, Ordering::Relaxed);
         let at_rest = loop {
