@@ -78,10 +78,14 @@ __device__ __forceinline__ void ask_for_pages(const AttentionArgs& a, const Step
 // Rotation, keys and values into their pages, and the partial results of every chunk. A warp has a query head of a key
 // head's group; `slots` groups of warps work at once, each on a chunk whose keys and values its warps bring to shared
 // memory together: the pages' as they are, the row's own from the projection. Binary16 pages; heads a multiple of 32.
+//
+// Warps without a chunk meet as often as the others, here and in `combine`: the checker of races takes the barriers that a warp
+// has passed for a clock.
 __device__ __forceinline__ void attend(const AttentionArgs& a, const RopeArgs& r, u32 slots, u32* barrier, u32 done) {
     extern __shared__ __align__(128) u8 area[];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, dim = a.head_dim, MANY = 2;
-    const u32 share = a.heads / a.kv_heads, slot = warp / share, mine = warp % share, threads = share * 32;
+    const u32 share = a.heads / a.kv_heads, slot = min(warp / share, slots), mine = warp % share;
+    const u32 threads = slot < slots ? share * 32 : blockDim.x - slots * share * 32;
     const StepRow row = a.step.rows[0];
     const u32 position = row.position, first = first_visible(a, position), n = position / 32 - first / 32 + 1;
     const u32 stride = key_stride(dim) * 2, pieces = dim / 8, units = n * a.kv_heads;
@@ -131,14 +135,20 @@ __device__ __forceinline__ void attend(const AttentionArgs& a, const RopeArgs& r
             }
         }
     };
-    u32 u = slot < slots ? slot * gridDim.x + blockIdx.x : units, queried = ~0u;
+    u32 queried = ~0u;
 #pragma unroll 1
-    for (bool waits = true;; u += slots * gridDim.x) {
+    for (u32 round = blockIdx.x;; round += slots * gridDim.x) {
+        const u32 u = round + slot * gridDim.x;
+        const bool works = slot < slots && u < units;
         // What earlier steps stored is there already.
-        if (u < units) bring(u);
-        if (waits) grid_wait(barrier, done);
-        waits = false;
-        if (u >= units) break;
+        if (works) bring(u);
+        if (round == blockIdx.x) grid_wait(barrier, done);
+        if (round >= units) break;
+        if (!works) {
+            meet(1 + slot, threads);
+            meet(1 + slot, threads);
+            continue;
+        }
         const Unit x = attention_unit(u, a.kv_heads, first, position);
         const bool own = x.chunk == position / 32;  // its last position is the row's
         const u32 offset = x.from & 31, count = x.to - x.from + 1;
@@ -240,7 +250,13 @@ __device__ __forceinline__ void combine(const AttentionArgs& a, const Activation
     const u32 blocks = a.heads * dim / 32, chunks = a.chunks;
     CombineArea& shared = ((CombineArea*)area)[group];
     grid_wait(barrier, done);
-    for (u32 k = group * gridDim.x + blockIdx.x; k < blocks; k += groups * gridDim.x) {
+    for (u32 round = blockIdx.x; round < blocks; round += groups * gridDim.x) {
+        const u32 k = round + group * gridDim.x;
+        if (k >= blocks) {
+            for (u32 base = 0; base < n; base += COMBINE_CHUNKS)
+                for (u32 i = 0; i < 3; i++) meet(1 + group, threads);
+            continue;
+        }
         const float* parts = a.partials + (size_t)(k * 32 / dim) * chunks * part;
         const u32 d = k * 32 % dim + lane;
         float o = 0.0f, sum = 0.0f, carry = 0.0f;
