@@ -89,6 +89,22 @@ def test_batch_shapes(engine: headrace.Engine) -> None:
     assert len(engine.decode_greedy_batch([], max_new_tokens=5)) == 0
 
 
+def test_each_sequence_of_a_batch_has_its_own_limit_and_stop_tokens(engine: headrace.Engine) -> None:
+    prompts = [[1, 2, 3], [9] * 20, [5]]
+    alone = [engine.generate(p, max_new_tokens=8, stop_tokens=()).token_ids for p in prompts]
+    # The second stops at a token that the third may say; the third stops at nothing.
+    stops = [(), (alone[1][4],), ()]
+    batch = engine.decode_greedy_batch(prompts, max_new_tokens=[2, 8, 6], stop_tokens=stops)
+    first = alone[1].index(alone[1][4])
+    assert [batch[i] for i in range(3)] == [list(alone[0][:2]), list(alone[1][:first]), list(alone[2][:6])]
+    assert batch.finish_reasons == ("length", "stop", "length")
+    assert engine.decode_greedy_batch(prompts, max_new_tokens=np.array([1, 2, 3]), stop_tokens=()).lengths.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="max_new_tokens: 2 given for 3 prompts"):
+        engine.decode_greedy_batch(prompts, max_new_tokens=[1, 2])
+    with pytest.raises(ValueError, match="stop_tokens: 1 given for 3 prompts"):
+        engine.decode_greedy_batch(prompts, max_new_tokens=1, stop_tokens=[(3,)])
+
+
 def test_logits_rows(engine: headrace.Engine) -> None:
     rows = engine.logits([[1, 2, 3], [4, 5]])
     assert rows.shape == (5, engine.vocab_size) and rows.dtype == np.float32

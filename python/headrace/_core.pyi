@@ -66,8 +66,7 @@ class Engine:
     ) -> _GenerationTuple: ...
     def generate_all(
         self,
-        prompts: Sequence[Sequence[int]],
-        options: GenerateOptions,
+        prompts: Sequence[tuple[Sequence[int], GenerateOptions]],
         progress: Callable[[int, int, int], None] | None,
     ) -> list[_GenerationTuple]: ...
     def stream(self, prompt: Sequence[int], options: GenerateOptions) -> TokenStream: ...

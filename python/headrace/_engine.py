@@ -21,6 +21,7 @@ from headrace._options import (
     Policy,
     generate_options,
     load_options,
+    per_prompt,
 )
 from headrace._plan import Plan, Trade
 from headrace._progress import GenerationProgress
@@ -239,8 +240,8 @@ class Engine:
             with GenerationProgress(progress, max_new_tokens) as bars:
                 return generation(self._inner.generate(self._prompt_ids(prompt), options, bars.callback), self)  # type: ignore[arg-type]
         with GenerationProgress(progress, max_new_tokens and max_new_tokens * len(prompt)) as bars:
-            prompts = [self._prompt_ids(p) for p in prompt]  # type: ignore[arg-type]
-            return [generation(row, self) for row in self._inner.generate_all(prompts, options, bars.callback)]
+            prompts = [(self._prompt_ids(p), options) for p in prompt]  # type: ignore[arg-type]
+            return [generation(row, self) for row in self._inner.generate_all(prompts, bars.callback)]
 
     def stream(
         self,
@@ -283,26 +284,45 @@ class Engine:
         self,
         prompts: Sequence[str | Sequence[int]],
         *,
-        max_new_tokens: int,
-        stop_tokens: Sequence[int] | None = None,
+        max_new_tokens: int | Sequence[int],
+        stop_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
         speculation: int = 0,
         progress: bool | None = None,
     ) -> BatchResult:
         """Continues several prompts greedily, up to `max_batch` of them in one step, each starting as soon as one before it has ended.
 
         Row `i` of the result is what prompt `i` gives alone, bit for bit. Arguments and errors as for `generate`.
+
+        Args:
+            prompts: Texts, or token ids, of any lengths.
+            max_new_tokens: Most new tokens of each, or one number for each prompt.
+            stop_tokens: Tokens that end a generation, or a sequence of them for each prompt. Default: the model's own.
+            speculation: As for `generate`.
+            progress: As for `generate`.
+
+        Raises:
+            ValueError: As many numbers or sequences as prompts are needed and there are not.
         """
-        options = generate_options(
-            max_new_tokens=max_new_tokens,
-            temperature=0.0,
-            top_k=0,
-            top_p=1.0,
-            seed=0,
-            stop_tokens=self._stop_tokens(stop_tokens),
-            speculation=speculation,
-        )
-        with GenerationProgress(progress, max_new_tokens * len(prompts)) as bars:
-            rows = self._inner.generate_all([self._prompt_ids(p) for p in prompts], options, bars.callback)
+        most = per_prompt("max_new_tokens", max_new_tokens, len(prompts), isinstance(max_new_tokens, (int, np.integer)))
+        one = stop_tokens is None or not any(isinstance(s, (Sequence, np.ndarray)) for s in stop_tokens)
+        stops = per_prompt("stop_tokens", stop_tokens, len(prompts), one)
+        requests = [
+            (
+                self._prompt_ids(prompt),
+                generate_options(
+                    max_new_tokens=new,
+                    temperature=0.0,
+                    top_k=0,
+                    top_p=1.0,
+                    seed=0,
+                    stop_tokens=self._stop_tokens(stop),
+                    speculation=speculation,
+                ),
+            )
+            for prompt, new, stop in zip(prompts, most, stops, strict=True)
+        ]
+        with GenerationProgress(progress, sum(most)) as bars:
+            rows = self._inner.generate_all(requests, bars.callback)
         lengths = np.array([len(row[0]) for row in rows], dtype=np.int32)
         token_ids = np.full((len(rows), int(lengths.max(initial=0))), -1, dtype=np.int32)
         for i, row in enumerate(rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from headrace._sizes import parse_size
 
@@ -81,6 +81,15 @@ def generate_options(
         "speculation": speculation,
         "keep_logits": keep_logits,
     }
+
+
+def per_prompt(name: str, value: Any, count: int, one: bool) -> list[Any]:
+    """A value for each of `count` prompts: `value` if it is `one` for all, else its elements."""
+    if one:
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name}: {len(value)} given for {count} prompts")
+    return list(value)
 
 
 def load_options(

@@ -160,12 +160,10 @@ impl Engine {
     fn generate_all<'py>(
         &self,
         py: Python<'py>,
-        prompts: Vec<Vec<u32>>,
-        options: GenerateArguments,
+        prompts: Vec<(Vec<u32>, GenerateArguments)>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Vec<GenerationTuple<'py>>> {
-        let options: headrace_engine::GenerationOptions = options.into();
-        let requests = prompts.into_iter().map(|prompt| (prompt, options.clone())).collect();
+        let requests = prompts.into_iter().map(|(prompt, options)| (prompt, options.into())).collect();
         let results = self.watched(py, progress, |engine, hook| engine.generate_all(requests, hook))?;
         results.into_iter().map(|result| to_tuple(py, result, self.vocab)).collect()
     }
