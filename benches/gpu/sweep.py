@@ -3,7 +3,7 @@
     python benches/gpu/sweep.py --check model.gguf onnx-dir --model 14b-dir --parts limits policies growth total --out results
 
 Parts: `identity` (small models against the CPU: every mode, layout and policy at two limits, twice in a row), `limits` (a large
-model from 100% to 10% of its weights, by mode), `policies` (the static schedule against every policy), `growth` (one position to
+model from 100% to 10% of its weights, by mode), `policies` (the static schedule against every policy), `layouts` (both of KV, by mode), `growth` (one position to
 the whole context under a limit that held everything), `total` (where each byte of a limit goes), `checksum` (all weights after
 many steps). A wrong token ends the run before anything is timed. `sweep.json` holds everything; tables come last, `sweep.svg` if
 matplotlib is there.
@@ -29,7 +29,7 @@ from headrace._options import POLICIES
 from run import limits_of
 
 Row = dict[str, Any]
-PARTS = ("identity", "limits", "policies", "growth", "total", "checksum")
+PARTS = ("identity", "limits", "policies", "layouts", "growth", "total", "checksum")
 SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
 NEW = 12
 """Tokens of a comparison with the CPU."""
@@ -195,6 +195,31 @@ def over_limits(sweep: Sweep, path: Path, steps: int, shares: dict[str, list[flo
             del engine
 
 
+def layouts(sweep: Sweep, path: Path, shares: list[float]) -> None:
+    """Both layouts of KV, every mode that leaves weights out, under two limits: tokens of two generations, and bytes moved."""
+    base: Row = {"max_context": 512, "max_batch": 1, "prefill_chunk": 64}
+    prompts = [PROMPT, [(13 * j) % 1000 + 3 for j in range(200)]]
+    engine = sweep.load(path, **base)
+    expected = [tokens(engine, NEW, p) for p in prompts]
+    del engine
+    total = weights(path)
+    minimum, everything = limits(sweep, path, placement="stream", **base)
+    for layout in ("head-major", "seq-major"):
+        for mode in ("stream", "zero-copy", "hybrid"):
+            for share in shares:
+                extra: Row = {"host_mapped_budget": "64GiB" if mode == "zero-copy" else "1GiB"} if mode != "stream" else {}
+                limit = max(minimum, int(everything - total * (1 - share)))
+                engine = sweep.load(path, vram_limit=limit, placement=mode, kv_layout=layout, **extra, **base)
+                for _ in range(2):
+                    for prompt, right in zip(prompts, expected, strict=True):
+                        same(f"{mode} {layout} at {limit:,}", tokens(engine, NEW, prompt), right)
+                w = engine.stats().weights
+                assert w.streamed_bytes + w.host_mapped_bytes > 1e6, w
+                row = {"layout": layout, "mode": mode, "share": share, "streamed": w.streamed_bytes, "host_mapped": w.host_mapped_bytes}
+                sweep.add("layouts", row | books(engine))
+                del engine
+
+
 def policies(sweep: Sweep, path: Path, steps: int, share: float) -> None:
     """The static schedule and every policy at the same limit: bytes moved and tokens a second."""
     base: Row = {"max_context": 512, "max_batch": 1, "prefill_chunk": 16}
@@ -213,6 +238,7 @@ def policies(sweep: Sweep, path: Path, steps: int, share: float) -> None:
         s = engine.stats()
         row = {
             "policy": policy or "(schedule)",
+            "share": share,
             "streamed": s.weights.streamed_bytes / s.tokens.steps,
             "step_ms": s.time.decode_seconds / max(s.time.decode_steps, 1) * 1e3,
             "evictions": s.weights.evictions / s.tokens.steps,
@@ -291,7 +317,8 @@ def parts_of(a: argparse.Namespace, sweep: Sweep) -> Iterator[tuple[str, Any]]:
             sweep, a.model, a.steps, {"stream": a.shares, "zero-copy": a.other_shares, "hybrid": a.other_shares}
         ),
         "total": lambda: total(sweep, a.model, a.limits, a.context, 4 * a.steps),
-        "policies": lambda: policies(sweep, a.model, a.policy_steps, a.policy_share),
+        "policies": lambda: [policies(sweep, a.model, a.policy_steps, share) for share in a.policy_shares],
+        "layouts": lambda: layouts(sweep, a.model, a.policy_shares),
         "growth": lambda: growth(sweep, a.model, a.context),
         "checksum": lambda: checksum(sweep, a.model, a.checksum_steps),
     }
@@ -309,7 +336,7 @@ def main() -> None:
     parser.add_argument("--other-shares", type=float, nargs="*", default=[0.75, 0.5, 0.1], help="the same for reads in place")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a run")
     parser.add_argument("--policy-steps", type=int, default=6)
-    parser.add_argument("--policy-share", type=float, default=0.5)
+    parser.add_argument("--policy-shares", type=float, nargs="*", default=[0.5, 0.25], help="shares of the weights, for `policies` and `layouts`")
     parser.add_argument("--checksum-steps", type=int, default=1000)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--limits", nargs="*", default=["8GiB", "6GiB"], help="limits over everything, for the part `total`")

@@ -33,13 +33,13 @@ def _limits(result: Result) -> str:
 def _policies(result: Result) -> str:
     rows = [
         [
-            r["policy"], f"{r['streamed']:,.0f}", f"{r['step_ms']:.1f}", f"{r['tokens_per_s']:.2f}", f"{r['floor_ms']:.1f}",
+            r["policy"], f"{r['share']:.0%}", f"{r['streamed']:,.0f}", f"{r['step_ms']:.1f}", f"{r['tokens_per_s']:.2f}", f"{r['floor_ms']:.1f}",
             f"{r['evictions']:.1f}", "" if r["bypassed_share"] is None else f"{r['bypassed_share']:.1%}",
         ]
         for r in result["policies"]
     ]  # fmt: skip
-    head = ["policy", "bytes a step", "step, ms", "tokens/s", "floor of its bytes, ms", "evictions a step", "bypassed"]
-    return _table("Policies at one limit", head, rows)
+    head = ["policy", "of the weights", "bytes a step", "step, ms", "tokens/s", "floor of its bytes, ms", "evictions a step", "bypassed"]
+    return _table("The schedule against every policy", head, rows)
 
 
 def _growth(result: Result) -> str:
@@ -72,6 +72,8 @@ def tables(result: Result) -> str:
     lines = []
     if result["identity"]:
         lines.append(f"{len(result['identity'])} comparisons with the CPU, two generations each: no token differs")
+    if result.get("layouts"):
+        lines.append(f"{len(result['layouts'])} layouts, modes and limits against the resident run, two generations each: no token differs")
     lines += [part(result) for part in (_limits, _policies, _growth, _total)]
     for r in result["checksum"]:
         lines.append(f"\n{r['steps']} steps: {r['changed']} of {r['pieces']} resident pieces have changed, {r['cold']} were cold")
