@@ -7,12 +7,14 @@
 For each model and each way: a prompt and a few tokens, a ragged batch, a long prompt. The ways: everything `resident`, the
 `smallest` limit, and one that holds everything at the start, so that weights are demoted when a sequence has `grown` (an epoch
 change in mid-generation). `small` is a random model that is made here, whose one-row steps go through the persistent kernel.
-Tokens must be the CPU's. One way a run under compute-sanitizer: it holds on to Python objects, engines too.
+Tokens must be the CPU's. One way a run under compute-sanitizer: it holds on to Python objects, engines too. `--tool racecheck` takes a
+hundred times as long; `--layers 1 --longest 100` has every kernel all the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path, help="models; `small` is made")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--longest", type=int, default=300, help="prompt of the sequence that grows")
+    parser.add_argument("--layers", type=int, default=SMALL.layers, help="of the model that is made")
     parser.add_argument("--chunk", type=int, default=64, help="prefill_chunk")
     parser.add_argument("--device", default="cuda")
     a = parser.parse_args()
@@ -72,7 +75,7 @@ def main() -> None:
         for path in a.models:
             if path.name == "small" and not path.exists():
                 path = Path(directory) / "small"
-                make_model.build(SMALL, path, 1)
+                make_model.build(dataclasses.replace(SMALL, layers=a.layers), path, 1)
             check(path, a.ways, a.longest, a.chunk, a.device)
     print("tokens equal")
 

@@ -20,6 +20,7 @@ import make_model
 import numpy as np
 
 CONTEXT = 512
+PREFILL_CHUNK = 512
 HBM_SHAPES = ("0.5b", "1.5b", "7b", "14b")
 
 
@@ -79,6 +80,11 @@ def check(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def device_ms(s: headrace.Stats) -> dict[str, float]:
+    """Of a step by the device's clock, from the moment that it turns to the step to its last kernel's end."""
+    return {"device_ms": s.clock.step_seconds / max(s.clock.steps, 1) * 1e3}
+
+
 def batch(engine: headrace.Engine, sequences: int, tokens: int) -> list[list[int]]:
     """The tokens of that many sequences."""
     prompts = [[(7 * i + j) % 1000 + 3 for j in range(16)] for i in range(sequences)]
@@ -102,7 +108,27 @@ def decode(engine: headrace.Engine, sequences: int, tokens: int) -> dict[str, fl
         "tokens_per_s": sequences / step,
         "streamed_per_step": streamed,
         "link_gb_per_s": streamed / step / 1e9,
-    }
+    } | device_ms(s)
+
+
+def at_context(engine: headrace.Engine, sequences: int, context: int, steps: int = 24) -> dict[str, Any]:
+    """Time of a decode step of sequences that are `context` positions long, by the engine's own clock.
+
+    Prompts are read one after the other, and who is done goes on while the others are read; limits are such that all decode
+    together for the last `steps` steps, which are those without a prompt's rows.
+    """
+    batch(engine, sequences, 4)
+    prompts = [[(7 * i + j) % 1000 + 3 for j in range(context)] for i in range(sequences)]
+    parts = -(-context // PREFILL_CHUNK)
+    news = [(sequences - 1 - i) * parts + steps for i in range(sequences)]
+    engine.reset_stats()
+    engine.decode_greedy_batch(prompts, max_new_tokens=news, stop_tokens=())
+    s = engine.stats()
+    step = s.time.decode_seconds / s.time.decode_steps
+    return {
+        "context": context, "step_ms": step * 1e3, "tokens_per_s": sequences / step, "timed_steps": s.time.decode_steps,
+        "rows_per_step": s.time.decode_tokens / s.time.decode_steps, "streamed_per_step": 0.0, "link_gb_per_s": 0.0,
+    }  # fmt: skip
 
 
 def prefill(engine: headrace.Engine) -> dict[str, float]:
@@ -113,11 +139,13 @@ def prefill(engine: headrace.Engine) -> dict[str, float]:
         engine.generate([(11 * j + i) % 1000 + 3 for j in range(512)], max_new_tokens=1, stop_tokens=())
         times.append(engine.stats().time.prefill_seconds)
     step = float(np.median(times[1:]))
-    return {"prefill": 512, "step_ms": step * 1e3, "tokens_per_s": 512 / step}
+    return {"prefill": 512, "step_ms": step * 1e3, "tokens_per_s": 512 / step} | device_ms(engine.stats())
 
 
-def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, Any]]) -> None:
-    options: dict[str, Any] = {"max_context": 2048, "max_batch": 32, "prefill_chunk": 512}
+def measure(path: Path, shape: str, cold: list[float], contexts: list[int], rows_out: list[dict[str, Any]]) -> None:
+    # Beyond the longest prompt, room for what its sequence says while the others are read.
+    longest = max([2048 - PREFILL_CHUNK, *contexts]) + PREFILL_CHUNK
+    options: dict[str, Any] = {"max_context": longest, "max_batch": 32, "prefill_chunk": PREFILL_CHUNK}
     for activations in ("int16", "int8"):
         start = time.monotonic()
         engine = headrace.Engine.load(path, device="cuda", activations=activations, **options)
@@ -132,6 +160,12 @@ def measure(path: Path, shape: str, cold: list[float], rows_out: list[dict[str, 
             print(row, flush=True)
         rows_out.append({"shape": shape, "activations": activations, "cold": 0.0} | prefill(engine))
         print(rows_out[-1], flush=True)
+        for context in contexts:
+            for sequences in (1, 8, 32):
+                row = {"shape": shape, "activations": activations, "sequences": sequences, "cold": 0.0}
+                rows_out.append(row | at_context(engine, sequences, context))
+                rows_out[-1]["weights_gb_per_s"] = step_bytes / rows_out[-1]["step_ms"] / 1e6
+                print(rows_out[-1], flush=True)
         del engine
     over_budget(path, shape, cold, rows_out)
 
@@ -181,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs="*", type=Path, default=[], help="models whose bits are compared with the CPU's")
     parser.add_argument("--shape", choices=HBM_SHAPES, action="append", default=[], help="shapes to time")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="decode steps of sequences this long, of the shape 14b")
     parser.add_argument("--cold", type=float, nargs="*", default=[0.06, 0.12, 0.25, 0.5, 0.75, 1.0])
     parser.add_argument("--model-dir", type=Path, default=Path("/tmp/headrace-models"))
     parser.add_argument("--out", type=Path, required=True)
@@ -198,7 +233,8 @@ def main() -> None:
             path = a.model_dir / shape
             if not (path / "model.onnx").exists():
                 make_model.build(make_model.SHAPES[shape], path, 1)
-            measure(path, shape, a.cold if shape == "14b" else [], result["times"])
+            large = shape == "14b"
+            measure(path, shape, a.cold if large else [], a.contexts if large else [], result["times"])
     finally:
         (a.out / "gpu.json").write_text(json.dumps(result, indent=1))
     print(f"\n{len(result['checks'])} comparisons equal")
@@ -208,9 +244,10 @@ def main() -> None:
             print(f"{r['shape']:>6} {r['activations']:>6} prefill of {r['prefill']}, {r['cold']:.0%} cold: {r['tokens_per_s']:,.0f} tokens/s")
             continue
         gb = r.get("weights_gb_per_s", 0.0)
+        context = f"  context {r['context']:,}" if "context" in r else ""
         print(
             f"{r['shape']:>6} {r['activations']:>6} {r['sequences']:>5} {r['cold']:>6.1%} {r['step_ms']:>9.3f} "
-            f"{r['tokens_per_s']:>9.1f} {gb:>13,.0f} {r['link_gb_per_s']:>10.1f}"
+            f"{r['tokens_per_s']:>9.1f} {gb:>13,.0f} {r['link_gb_per_s']:>10.1f}{context}"
         )
 
 
