@@ -5,8 +5,9 @@
 // a block has four of the contract's eight lanes, one for each of its four warpgroups.
 //
 // The dot of the high bytes, shifted by eight bits, is what the dot of the low bytes is added to; it stays below 2^23, so that its
-// conversion is exact. Activations lie in shared memory as the instruction wants them: rows of 64 bytes (high, low; 32 bytes for 8-bit
-// activations) whose pieces of 16 bytes are permuted by the row.
+// conversion is exact. Tokens are taken in two halves: while a warp adds up one, the tensor cores are at the other. Activations lie in
+// shared memory as the instruction wants them: rows of 64 bytes (high, low; 32 bytes for 8-bit activations) whose pieces of 16 bytes
+// are permuted by the row.
 //
 // Launch: cluster of 2, block 512, grid (2 * token tiles, row tiles of the segments), dynamic shared memory wide_shared
 // (src/launch/linear/tile.rs). `x.ld` is a multiple of 8, the columns a multiple of 256. Compute capability 9.0 exactly (compute_90a).
@@ -15,16 +16,16 @@
 
 #if defined(PIPE) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+__device__ __forceinline__ void copy4(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+
 // Barriers in shared memory: `count` arrivals end a phase.
 __device__ __forceinline__ void phase_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 __device__ __forceinline__ void phase_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-// Arrives when this thread's copies so far are done.
-__device__ __forceinline__ void phase_arrive_copies(u32 bar) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void phase_await(u32 bar, u32 parity) {
     asm volatile(
@@ -33,31 +34,36 @@ __device__ __forceinline__ void phase_await(u32 bar, u32 parity) {
         : "memory");
 }
 
-// d = a * b, or d + a * b if ADD: a 64 x 32 in the registers of a warpgroup, b 32 x 64 in shared memory by its descriptor.
-template <bool ADD> __device__ __forceinline__ void wgmma(int d[32], const u32 a[4], u64 b) {
+// d = a * b, or d + a * b if ADD: a 64 x 32 in the registers of a warpgroup, b 32 x 32 in shared memory by its descriptor. A group of
+// its own.
+template <bool ADD> __device__ __forceinline__ void wgmma(int d[16], const u32 a[4], u64 b) {
     asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, add;\n}"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0));
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\nwgmma.fence.sync.aligned;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, add;\n"
+        "wgmma.commit_group.sync.aligned;\n}"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0)
+        : "memory");
 }
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_finish() {
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+// Waits for all groups but the last LEFT; `d` is what the first of them made.
+template <int LEFT> __device__ __forceinline__ void wgmma_wait(int d[16]) {
+    asm volatile("wgmma.wait_group.sync.aligned %16;" : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]) : "n"(LEFT) : "memory");
 }
 
 template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(const LinearArgs& a) {
     extern __shared__ __align__(1024) u8 ring[];
-    // Of each stage of the ring: all copies have arrived; all warps have read it. No barrier of the whole block: the warpgroups drift
-    // apart, so that one multiplies while another adds up.
-    __shared__ u64 full[STAGES], empty[STAGES];
+    // Of each stage of the ring: all copies have arrived. Every thread says so for its own copies, one stage early: at stage n for n + 1.
+    // Whoever is at stage n has heard from all at n - 1, so all have left n - 2, whose place the copies of n + AHEAD take; no thread waits
+    // for the others to be done with a stage, and one warpgroup multiplies while another adds up. (cp.async.mbarrier.arrive would announce
+    // copies without a wait; the checker of races doesn't know it, nor one thread's word for its warp.)
+    __shared__ u64 full[STAGES];
     const int AHEAD = STAGES - 2, LANES = 4, CLUSTER = 2, PAIRS = 2, THREADS = 512, M = 2, NT = 8, R = M * 64, TOKENS = NT * 8;
     const bool SIDE = false;
     const int SCALE = HALF ? 2 : 4, ROW = W16 ? 64 : 32;  // bytes of a token row in a block of columns
     // A stage, eight blocks of 32 columns: activation codes [lane][token][ROW], codes [row][lane][16], scales [row][8], steps
     // [lane][token].
     const int CODES_AT = LANES * TOKENS * ROW, SCALES_AT = CODES_AT + LANES * R * 16, STEPS_AT = SCALES_AT + R * 8 * SCALE;
-    const int STAGE = (STEPS_AT + LANES * TOKENS * 8 + 1023) / 1024 * 1024;
+    const int STAGE = (STEPS_AT + LANES * TOKENS * 4 + 1023) / 1024 * 1024, RING = STAGES * STAGE;
     const u32 rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER * TOKENS;
     const u32 tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const u32 slot = tid / 128, row_at = tid / 32 % 4 * 16, token_at = 0;
@@ -69,48 +75,38 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
     const u32 r0 = unit * R;
     const u32 base = (u32)__cvta_generic_to_shared(ring);
 
-    // A thread's copies: pieces of 16 bytes, the same places in every stage.
-    auto place = [&](u32 row, u32 i) -> u32 { return row * 64 + (i ^ row >> 1 & 3) * 16; };
+    // A thread's copies: pieces of 16 bytes, and steps, the same places in every stage. Pieces of codes are permuted among eight.
+    auto place = [&](u32 piece, u32 mask) -> u32 { return (piece ^ piece >> 3 & mask) * 16; };
     const u8* codes_from = s.planes[0] + ((u64)min(r0 + tid / LANES, s.rows - 1) * kb + lane_of(tid % LANES)) * 16;
-    const u32 codes_to = base + CODES_AT + place(tid / LANES, tid % LANES);
-    const u32 SCALE_PIECES = R * SCALE / 2, STEP_PIECES = LANES * TOKENS / 2;
-    const bool has_scale = tid < SCALE_PIECES, has_step = !has_scale && tid < SCALE_PIECES + STEP_PIECES;
-    const u32 step_piece = tid - SCALE_PIECES;
+    const u32 codes_to = base + CODES_AT + place(tid, 3);
+    const u32 SCALE_PIECES = R * SCALE / 2;
+    const bool has_scale = tid < SCALE_PIECES, has_step = tid >= THREADS - LANES * TOKENS;
+    static_assert(SCALE_PIECES <= THREADS - LANES * TOKENS, "a thread has one of them");
+    const u32 step = tid % (LANES * TOKENS);
     const u8* more_from =
         has_scale ? s.planes[1] + (u64)min(r0 + tid / (SCALE / 2), s.rows - 1) * kb * SCALE + tid % (SCALE / 2) * 16
-                  : (const u8*)(a.x.steps + (u64)lane_of(step_piece / (TOKENS / 2) % LANES) * ld +
-                                min(first + step_piece % (TOKENS / 2) * 2, ld - 2));
-    const u32 more_to = base + SCALES_AT + tid * 16;
-    static_assert(R * 8 * SCALE == STEPS_AT - SCALES_AT, "scales and steps side by side");
+                  : (const u8*)(a.x.steps + (u64)lane_of(step / TOKENS) * ld + min(first + step % TOKENS, ld - 1));
+    const u32 more_to = base + (has_scale ? SCALES_AT + tid * 16 : STEPS_AT + step * 4), more_step = has_scale ? 8 * SCALE : 64 * ld;
     // Token rows past x.ld get the last one; what comes of them is dropped. Copy i of a thread is for the same token, two lanes on.
     const u32 PIECES = TOKENS * ROW / 16, COPIES = LANES * PIECES / THREADS;
     const u32 x_slot = tid / PIECES, token = tid % PIECES / (ROW / 16), piece = tid % (ROW / 16);
     const u8* x_from = a.x.codes + ((u64)lane_of(x_slot) * ld + min(first + token, ld - 1)) * ROW + piece * 16;
-    const u32 swizzled = W16 ? piece ^ token >> 1 & 3 : piece ^ token >> 2 & 1;
-    const u32 x_to = base + (x_slot * TOKENS + token) * ROW + swizzled * 16;
-    auto fill = [&](u32 put) {
-        copy16(codes_to + put, codes_from);
-        if (has_scale) copy16(more_to + put, more_from);
-        codes_from += 128;
-        if (has_scale) more_from += 8 * SCALE;
-    };
-    auto fill_x = [&](u32 put) {
+    const u32 x_to = base + place(tid, W16 ? 3 : 1);
+    const size_t x_step = (size_t)(8 * ld) * ROW;
+    auto copy_x = [&](u32 put, const u8* from) {
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) copy16(x_to + put + i * (2 * TOKENS * ROW), x_from + (u64)(i * 4 * ld) * ROW);
-        if (has_step) copy16(more_to + put, more_from);
-        x_from += (u64)(8 * ld) * ROW;
-        if (has_step) more_from += 64 * ld;
+        for (int i = 0; i < COPIES; i++) copy16(x_to + put + i * (2 * TOKENS * ROW), from + (u64)(i * 4 * ld) * ROW);
     };
-    const u32 full_at = (u32)__cvta_generic_to_shared(full), empty_at = (u32)__cvta_generic_to_shared(empty);
+    const u32 full_at = (u32)__cvta_generic_to_shared(full);
     if (tid == 0)
-        for (int i = 0; i < STAGES; i++) {
-            phase_init(full_at + i * 8, THREADS);
-            phase_init(empty_at + i * 8, THREADS / 32);
-        }
+        for (int i = 0; i < STAGES; i++) phase_init(full_at + i * 8, THREADS);
     __syncthreads();
 #pragma unroll 1
     for (u32 i = 0; i < AHEAD; i++)
-        if (i < stages) fill(i * STAGE);
+        if (i < stages) {
+            copy16(codes_to + i * STAGE, codes_from + i * 128);
+            if (has_scale) copy16(more_to + i * STAGE, more_from + i * more_step);
+        }
     allow_next();
     wait_for_previous();
     const u32 token_rows = step_rows(a.step, a.wanted);
@@ -119,10 +115,19 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
         return;
     }
 #pragma unroll 1
-    for (u32 i = 0; i < AHEAD && i < stages; i++) {
-        fill_x(i * STAGE);
-        phase_arrive_copies(full_at + i * 8);
+    for (u32 i = 0; i < AHEAD; i++) {
+        if (i < stages) {
+            copy_x(i * STAGE, x_from + i * x_step);
+            if (has_step) copy4(more_to + i * STAGE, more_from + i * more_step);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
     }
+    codes_from += AHEAD * 128;
+    x_from += AHEAD * x_step;
+    more_from += AHEAD * more_step;
+    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    phase_arrive(full_at);
 
     float acc[M][NT][4];
 #pragma unroll
@@ -132,33 +137,35 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
 #pragma unroll
             for (int q = 0; q < 4; q++) acc[i][j][q] = 0.0f;
     const u32 flip = (a.flip & 0x0f0f0f0fu) ^ 0x80808080u;
-    const u32 codes_at = CODES_AT + place(row_at + g, slot) + t * 2;
-    const u32 scales_at = SCALES_AT + ((row_at + g) * 8 + lane_of(slot)) * SCALE, steps_at = STEPS_AT + (slot * TOKENS + 2 * t) * 8;
-    // Descriptor: the address and the distance of groups of eight rows in units of 16 bytes, the permutation.
-    const u64 x_at = (u64)(W16 ? 2 : 3) << 62 | (u64)(8 * ROW / 16) << 32 | 1u << 16 | (base + slot * TOKENS * ROW) >> 4;
+    const u32 codes_at = CODES_AT + place((row_at + g) * 4 + slot, 3) + t * 2;
+    const u32 scales_at = SCALES_AT + ((row_at + g) * 8 + lane_of(slot)) * SCALE, steps_at = STEPS_AT + (slot * TOKENS + 2 * t) * 4;
+    // Descriptor: the address and the distance of groups of eight rows in units of 16 bytes, the permutation. The same in all
+    // threads of a warp, which the compiler doesn't see by itself.
+    const u32 x_at = 1u << 16 | __shfl_sync(FULL, base + slot * TOKENS * ROW, 0) >> 4;
+    auto descriptor = [&](u32 at) { return (u64)((W16 ? 2u : 3u) << 30 | 8 * ROW / 16) << 32 | at; };
 
-    // This stage: where it is, which of the ring, the round's parity; the same of the stage to be filled.
-    u32 get = 0, at = 0, parity = 0, put = AHEAD * STAGE, put_at = AHEAD, put_parity = 1;
+    // This stage: where it is, which of the ring, the round's parity; where the stage to be filled is.
+    u32 get = 0, at = 0, parity = 0, put = AHEAD * STAGE;
     for (u32 stage = 0; stage < stages; stage++) {
-        if (stage + AHEAD < stages) {
-            if (stage + AHEAD >= STAGES) phase_await(empty_at + put_at * 8, put_parity);
-            fill(put);
-            fill_x(put);
-            phase_arrive_copies(full_at + put_at * 8);
-            put += STAGE;
-            if (++put_at == STAGES) {
-                put = put_at = 0;
-                put_parity ^= 1;
-            }
-        }
-        phase_await(full_at + at * 8, parity);
+        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 2) : "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies are ordinary stores to the tensor cores
+        if (stage + 1 < stages) phase_arrive(full_at + (at + 1 == STAGES ? 0 : at + 1) * 8);
+        phase_await(full_at + at * 8, parity);
+        if (stage + AHEAD < stages) {
+            copy16(codes_to + put, codes_from);
+            copy_x(put, x_from);
+            if (has_scale) copy16(more_to + put, more_from);
+            if (has_step) copy4(more_to + put, more_from);
+            codes_from += 128;
+            x_from += x_step;
+            more_from += more_step;
+            put = put + STAGE == RING ? 0 : put + STAGE;
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
         const u8* from = ring + get;
-        const u64 x = x_at + (get >> 4);
-#pragma unroll
-        for (int i = 0; i < M; i++) {
-            u32 w[4];
-            float scale[2];
+        const u32 x = x_at + (get >> 4);
+        // 64 weight rows, in registers as the instruction wants them.
+        auto decode = [&](int i, u32 w[4], float scale[2]) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 // Elements 4 t to 4 t + 3 and 16 more: four nibbles each.
@@ -170,30 +177,50 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
                 const u8* f = from + scales_at + (i * 64 + h * 8) * 8 * SCALE;
                 scale[h] = HALF ? f16_to_float(*(const u16*)f) : *(const float*)f;
             }
-            int d[32];
-            wgmma_fence();
-            wgmma<false>(d, w, x);
-            wgmma_finish();
-            if (W16) {
+        };
+        // The high bytes' dots make way for the low bytes'.
+        auto shift = [&](int d[16]) {
 #pragma unroll
-                for (int e = 0; e < 32; e++) d[e] <<= 8;
-                wgmma_fence();
-                wgmma<true>(d, w, x + 2);
-                wgmma_finish();
-            }
+            for (int e = 0; e < 16; e++) d[e] <<= 8;
+        };
+        auto add = [&](int i, int half, const int d[16], const float scale[2]) {
 #pragma unroll
-            for (int j = 0; j < NT; j++) {
-                float step[2];  // of two token rows; between them, sums that nobody needs
-                asm volatile("{\n.reg .b32 sum;\nld.shared.v4.b32 {%0, sum, %1, sum}, [%2];\n}"
+            for (int j = 0; j < 4; j++) {
+                float step[2];  // of two token rows
+                asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                              : "=f"(step[0]), "=f"(step[1])
-                             : "r"(base + get + steps_at + j * 64));
+                             : "r"(base + get + steps_at + (half * 4 + j) * 32));
 #pragma unroll
                 for (int q = 0; q < 4; q++)
-                    acc[i][j][q] = __fmaf_rn((float)d[j * 4 + q], __fmul_rn(scale[q >> 1], step[q & 1]), acc[i][j][q]);
+                    acc[i][half * 4 + j][q] =
+                        __fmaf_rn((float)d[j * 4 + q], __fmul_rn(scale[q >> 1], step[q & 1]), acc[i][half * 4 + j][q]);
             }
+        };
+        const u32 HALF_AT = TOKENS / 2 * ROW / 16;
+        int d[2][16];
+        u32 w[M][4];
+        float scale[M][2];
+        decode(0, w[0], scale[0]);
+        wgmma<false>(d[0], w[0], descriptor(x));
+        wgmma<false>(d[1], w[0], descriptor(x + HALF_AT));
+#pragma unroll
+        for (int i = 0; i < M; i++) {
+            if (W16) {
+                wgmma_wait<1>(d[0]);
+                shift(d[0]);
+                wgmma<true>(d[0], w[i], descriptor(x + 2));
+                wgmma_wait<1>(d[1]);
+                shift(d[1]);
+                wgmma<true>(d[1], w[i], descriptor(x + HALF_AT + 2));
+            }
+            if (i + 1 < M) decode(i + 1, w[i + 1], scale[i + 1]);
+            wgmma_wait<1>(d[0]);
+            add(i, 0, d[0], scale[i]);
+            if (i + 1 < M) wgmma<false>(d[0], w[i + 1], descriptor(x));
+            if (i + 1 < M) wgmma_wait<1>(d[1]); else wgmma_wait<0>(d[1]);
+            add(i, 1, d[1], scale[i]);
+            if (i + 1 < M) wgmma<false>(d[1], w[i + 1], descriptor(x + HALF_AT));
         }
-        __syncwarp();
-        if (lane == 0) phase_arrive(empty_at + at * 8);
         get += STAGE;
         if (++at == STAGES) {
             get = at = 0;

@@ -59,7 +59,7 @@ impl Kernels {
         }
         let (rows, tokens, stages) = (WIDE.0 as usize, WIDE.1 as usize, WIDE.2);
         let scale = if format_params(format).2 == 1 { 2 } else { 4 };
-        let stage = 4 * tokens * (self.block_bytes() + 8) + 4 * rows * 16 + rows * 8 * scale;
+        let stage = 4 * tokens * (self.block_bytes() + 4) + 4 * rows * 16 + rows * 8 * scale;
         Ok((stages * stage.next_multiple_of(1024)).max(2 * tokens * (rows + 4) * 4))
     }
 
