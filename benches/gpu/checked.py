@@ -24,7 +24,6 @@ import make_model
 from run import limits_of
 
 SMALL = make_model.Shape(4, 1024, 4096, 16, 8, 1024)
-NEW = 6
 WAYS = ("resident", "smallest", "grown")
 
 
@@ -32,16 +31,16 @@ def prompt(length: int) -> list[int]:
     return [(7 * i) % 900 + 3 for i in range(length)]
 
 
-def check(path: Path, ways: list[str], longest: int, chunk: int, device: str) -> None:
+def check(path: Path, ways: list[str], longest: int, new: int, chunk: int, device: str) -> None:
     base: dict[str, Any] = {"max_context": 1024, "max_batch": 3, "prefill_chunk": chunk}
     pieces = {"device": device, "piece_bytes": "1MiB"}
     ragged = [prompt(n) for n in (1, 30, 7)]
 
     def tokens(engine: headrace.Engine) -> tuple[Any, ...]:
         return (
-            engine.generate(prompt(40), max_new_tokens=NEW, stop_tokens=()).token_ids,
-            engine.decode_greedy_batch(ragged, max_new_tokens=NEW, stop_tokens=()).token_ids.tolist(),
-            engine.generate(prompt(longest), max_new_tokens=NEW, stop_tokens=()).token_ids,
+            engine.generate(prompt(40), max_new_tokens=new, stop_tokens=()).token_ids,
+            engine.decode_greedy_batch(ragged, max_new_tokens=new, stop_tokens=()).token_ids.tolist(),
+            engine.generate(prompt(longest), max_new_tokens=new, stop_tokens=()).token_ids,
         )
 
     expected = tokens(headrace.Engine.load(path, device="cpu", **base))
@@ -67,6 +66,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path, help="models; `small` is made")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--longest", type=int, default=300, help="prompt of the sequence that grows")
+    parser.add_argument("--new", type=int, default=6, help="new tokens of every sequence")
     parser.add_argument("--layers", type=int, default=SMALL.layers, help="of the model that is made")
     parser.add_argument("--chunk", type=int, default=64, help="prefill_chunk")
     parser.add_argument("--device", default="cuda")
@@ -76,7 +76,7 @@ def main() -> None:
             if path.name == "small" and not path.exists():
                 path = Path(directory) / "small"
                 make_model.build(dataclasses.replace(SMALL, layers=a.layers), path, 1)
-            check(path, a.ways, a.longest, a.chunk, a.device)
+            check(path, a.ways, a.longest, a.new, a.chunk, a.device)
     print("tokens equal")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
@@ -114,20 +115,21 @@ def decode(engine: headrace.Engine, sequences: int, tokens: int) -> dict[str, fl
 def at_context(engine: headrace.Engine, sequences: int, context: int, steps: int = 24) -> dict[str, Any]:
     """Time of a decode step of sequences that are `context` positions long, by the engine's own clock.
 
-    Prompts are read one after the other, and who is done goes on while the others are read; limits are such that all decode
-    together for the last `steps` steps, which are those without a prompt's rows.
+    Prompts are read one after the other, and who is done goes on while the others are read, in the same steps of PREFILL_CHUNK
+    rows. Limits are such that all decode together for the last `steps` steps, which are those without a prompt's rows.
     """
     batch(engine, sequences, 4)
     prompts = [[(7 * i + j) % 1000 + 3 for j in range(context)] for i in range(sequences)]
-    parts = -(-context // PREFILL_CHUNK)
-    news = [(sequences - 1 - i) * parts + steps for i in range(sequences)]
+    reads = [context / (PREFILL_CHUNK - i) for i in range(sequences)]  # steps for prompt i, while i sequences decode
+    news = [math.ceil(sum(reads[i + 1 :])) + steps for i in range(sequences)]
     engine.reset_stats()
     engine.decode_greedy_batch(prompts, max_new_tokens=news, stop_tokens=())
     s = engine.stats()
-    step = s.time.decode_seconds / s.time.decode_steps
+    step, rows = s.time.decode_seconds / s.time.decode_steps, s.time.decode_tokens / s.time.decode_steps
+    assert rows > sequences - 1, "not all sequences decoded together"
     return {
-        "context": context, "step_ms": step * 1e3, "tokens_per_s": sequences / step, "timed_steps": s.time.decode_steps,
-        "rows_per_step": s.time.decode_tokens / s.time.decode_steps, "streamed_per_step": 0.0, "link_gb_per_s": 0.0,
+        "context": context, "step_ms": step * 1e3, "tokens_per_s": rows / step, "timed_steps": s.time.decode_steps,
+        "rows_per_step": rows, "streamed_per_step": 0.0, "link_gb_per_s": 0.0,
     }  # fmt: skip
 
 
