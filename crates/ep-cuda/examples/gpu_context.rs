@@ -84,9 +84,9 @@ fn measure(ordinal: usize, setting: &str) -> Outcome<()> {
     let mut launcher = KernelLauncher::open(&context)?;
     meter.say("kernels of every model", Some(&context))?;
     let format = Format::Nbits(Nbits { bits: 4, block: 32, scale: ScaleType::F16, zero: ZeroPoint::Midpoint });
-    launcher.prepare(ActivationWidth::Int16, &[format])?;
+    launcher.prepare(ActivationWidth::Int16, &[format], None)?;
     meter.say("kernels of one format", Some(&context))?;
-    launcher.prepare(ActivationWidth::Int8, &[format])?;
+    launcher.prepare(ActivationWidth::Int8, &[format], None)?;
     meter.say("the same for int8 activations", Some(&context))?;
     let pinned = PinnedBuffer::new(&context, 64 << 20)?;
     meter.say("64 MiB of pinned host memory", Some(&context))?;

@@ -12,7 +12,7 @@ use crate::bind::Launch;
 use crate::chain::Area;
 use crate::context::Context;
 use crate::driver::{CudaError, DriverProblem};
-use crate::launch::{ChainShape, Kernels, LaunchError, Queue, Source};
+use crate::launch::{ChainShape, HeadShape, Kernels, LaunchError, Queue, Source};
 use crate::launcher::{How, Launcher};
 use crate::stream::Stream;
 
@@ -48,7 +48,7 @@ impl KernelLauncher {
         let (major, minor) = context.card().capability;
         let capability = (major * 10 + minor).unsigned_abs();
         let mut launcher = KernelLauncher { context: shared, kernels: HashMap::new(), capability };
-        launcher.prepare(ActivationWidth::Int16, &[]).map_err(problem)?;
+        launcher.prepare(ActivationWidth::Int16, &[], None).map_err(problem)?;
         context.bind()?;
         Ok(Box::new(launcher))
     }
@@ -59,7 +59,7 @@ impl Launcher for KernelLauncher {
         format!("sm_{}", self.capability)
     }
 
-    fn prepare(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), String> {
+    fn prepare(&mut self, width: ActivationWidth, formats: &[Format], heads: Option<&HeadShape>) -> Result<(), String> {
         let since = Instant::now();
         let kernels = match self.kernels.remove(&key(width)) {
             Some(kernels) => Ok(kernels),
@@ -67,6 +67,7 @@ impl Launcher for KernelLauncher {
         };
         let mut kernels = kernels.map_err(|e| e.to_string())?;
         let prepared = formats.iter().try_for_each(|&format| kernels.prepare(format));
+        let prepared = prepared.and_then(|()| heads.map_or(Ok(()), |heads| kernels.prepare_attention(heads)));
         self.kernels.insert(key(width), kernels);
         if since.elapsed() > COMPILED {
             let seconds = since.elapsed().as_secs_f64();

@@ -5,7 +5,7 @@ use headrace_numerics::format::Format;
 
 use crate::bind::Launch;
 use crate::chain::Area;
-use crate::launch::ChainShape;
+use crate::launch::{ChainShape, HeadShape};
 use crate::stream::Stream;
 
 /// Something that launches kernels on a stream.
@@ -13,8 +13,9 @@ pub trait Launcher: Send {
     /// The kernels' name in [`headrace_provider::DeviceInfo`], such as `sm_90`.
     fn name(&self) -> String;
 
-    /// Loads what launches of these formats and this width of activations need, so that nothing is loaded in a capture.
-    fn prepare(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), String>;
+    /// Loads what launches of these formats, this width of activations and such heads need, so that nothing is loaded in a
+    /// capture.
+    fn prepare(&mut self, width: ActivationWidth, formats: &[Format], heads: Option<&HeadShape>) -> Result<(), String>;
 
     /// How a chain with weights of `format` would be launched; `None` if it has to be launched task by task.
     fn chain_shape(&self, _width: ActivationWidth, _format: Format, _area: &Area) -> Option<ChainShape> {

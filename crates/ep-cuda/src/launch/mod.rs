@@ -15,7 +15,7 @@ use cudarc::driver::DriverError;
 use cudarc::driver::sys::{self, CUfunction, CUstream};
 
 pub use activation::Source;
-pub use attention::AttentionForm;
+pub use attention::{AttentionForm, HeadShape};
 pub use chain::ChainShape;
 pub use linear::{LinearVariant, format_params};
 pub use module::Kernels;

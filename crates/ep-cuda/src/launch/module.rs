@@ -33,15 +33,16 @@ pub struct Kernels {
     pub(super) capability: u32,
     /// True if all blocks of a launch can be made to run at once.
     pub(super) cooperative: bool,
-    loader: Loader,
+    pub(super) loader: Loader,
 }
 
-/// Loads modules once each and unloads them when it is dropped.
+/// Loads kernels, each as a module of its own, and unloads them when it is dropped. The driver compiles what it is given, and
+/// keeps the result for the next process.
 #[derive(Debug)]
 pub(super) struct Loader {
     context: Arc<CudaContext>,
     target: &'static ptx::Target,
-    modules: HashMap<&'static str, CUmodule>,
+    modules: Vec<CUmodule>,
     shared_most: usize,
 }
 
@@ -54,16 +55,11 @@ impl Loader {
     pub(super) fn function(&mut self, module: &str, name: &str) -> Result<CUfunction, LaunchError> {
         let unknown = || LaunchError::Unsupported(format!("no kernel {module}/{name} for this device"));
         let source = self.target.modules.iter().find(|m| m.name == module).ok_or_else(unknown)?;
+        let text = source.entry(name).ok_or_else(unknown)?;
         self.context.bind_to_thread()?;
-        let handle = match self.modules.get(source.name) {
-            Some(&handle) => handle,
-            None => {
-                // SAFETY: the image is PTX text that ends in zero; the context is bound.
-                let handle = unsafe { result::module::load_data(source.ptx.as_ptr().cast()) }?;
-                self.modules.insert(source.name, handle);
-                handle
-            }
-        };
+        // SAFETY: the image is PTX text that ends in zero; the context is bound.
+        let handle = unsafe { result::module::load_data(text.as_ptr().cast()) }?;
+        self.modules.push(handle);
         let c_name = CString::new(name).map_err(|_| unknown())?;
         // SAFETY: the module is loaded and lives as long as `self`.
         unsafe {
@@ -96,7 +92,7 @@ impl Drop for Loader {
         if self.context.bind_to_thread().is_err() {
             return;
         }
-        for &handle in self.modules.values() {
+        for &handle in &self.modules {
             // SAFETY: loaded by `function`, unloaded once; nothing launched is pending, by `Kernels`' contract.
             if let Err(error) = unsafe { result::module::unload(handle) } {
                 log::warn!("a CUDA module was not unloaded: {error}");
@@ -120,10 +116,10 @@ impl Kernels {
             LaunchError::Unsupported(format!("compute capability {major}.{minor}; 7.5 or newer is needed"))
         })?;
         let shared_most = get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
-        let mut loader = Loader { context: context.clone(), target, modules: HashMap::new(), shared_most };
+        let mut loader = Loader { context: context.clone(), target, modules: Vec::new(), shared_most };
         Ok(Kernels {
             activation: ActivationKernels::load(&mut loader, width)?,
-            attention: AttentionKernels::load(&mut loader, major * 10 + minor)?,
+            attention: AttentionKernels::default(),
             formats: HashMap::new(),
             width,
             processors: get(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::elementwise::KvDtype;
 use headrace_numerics::format::Format;
 use headrace_provider::{DeviceError, Place, RangeKind, StepProgram};
 
@@ -19,6 +20,7 @@ use crate::descriptor::{DescriptorLayout, StepWriter};
 use crate::host_memory::PinnedBuffer;
 use crate::host_weights::HostWeights;
 use crate::launch::ChainShape;
+use crate::launch::HeadShape;
 use crate::plan::{CapturePlan, plan};
 use crate::recorded::{HostLayout, Recorded, ScratchLayout, StateLayout, buffer_offsets, formats, needs};
 use crate::regions::Regions;
@@ -94,7 +96,12 @@ impl CudaProvider {
     /// Loads the kernels that a plan launches, and counts what they take of the card among the fixed bytes.
     fn load_kernels(&mut self, width: ActivationWidth, formats: &[Format]) -> Result<(), DeviceError> {
         let (before, _) = self.context.memory_info().map_err(|e| self.context.failed(e))?;
-        let loaded = self.launcher.prepare(width, formats).map_err(|e| self.context.failed(e));
+        let heads = self.attached.as_ref().map(|a| HeadShape {
+            share: (a.model.config.heads / a.model.config.kv_heads.max(1)) as u32,
+            dim: a.model.config.head_dim,
+            half: a.geometry.dtype == KvDtype::F16,
+        });
+        let loaded = self.launcher.prepare(width, formats, heads.as_ref()).map_err(|e| self.context.failed(e));
         let (after, _) = self.context.memory_info().map_err(|e| self.context.failed(e))?;
         self.kernel_bytes += before.saturating_sub(after);
         loaded

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use headrace_ep_cuda::abi::{Activation, StepHeader, StepRef, StepRow};
-use headrace_ep_cuda::launch::{Kernels, Queue};
+use headrace_ep_cuda::launch::{HeadShape, Kernels, Queue};
 use headrace_numerics::activation::{ActivationWidth, QuantRow};
 use headrace_numerics::format::Format;
 use rand::Rng;
@@ -16,6 +16,10 @@ pub struct Gpu {
     pub stream: Arc<CudaStream>,
     pub kernels: [Kernels; 2],
 }
+
+/// Heads that the kernels are loaded for: whatever the tests ask of attention.
+const MOST_SHARE: u32 = 20;
+const DIMS: [usize; 3] = [20, 64, 128];
 
 pub const WIDTHS: [ActivationWidth; 2] = [ActivationWidth::Int16, ActivationWidth::Int8];
 
@@ -30,6 +34,12 @@ impl Gpu {
         let stream = context.new_stream().map_err(|e| e.to_string())?;
         let load = |width| {
             let mut kernels = Kernels::new(&context, width).map_err(|e| e.to_string())?;
+            for share in 1..=MOST_SHARE {
+                for (dim, half) in DIMS.iter().flat_map(|&dim| [(dim, true), (dim, false)]) {
+                    let heads = HeadShape { share, dim, half };
+                    kernels.prepare_attention(&heads).map_err(|e| format!("{heads:?}: {e}"))?;
+                }
+            }
             for &format in formats {
                 kernels.prepare(format).map_err(|e| format!("{}: {e}", format.name()))?;
             }
