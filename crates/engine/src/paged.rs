@@ -1,84 +1,25 @@
-//! Weights on a device with memory of its own: what is mapped, the programs of the epoch, the change from one placement to
-//! another (`moves`). Bytes are granted elsewhere (`budget`).
+//! Weights on a device with memory of its own: what is mapped; the epoch's programs and their steps (`steps`), the change from
+//! one placement to another (`moves`). Bytes are granted elsewhere (`budget`).
 
+mod counters;
 mod moves;
+mod steps;
 
 use std::sync::Arc;
 
 use headrace_model::ModelSpec;
-use headrace_provider::{
-    DeviceError, Instr, ProgramId, Provider, RangeKind, StepInput, StepOutput, StepProgram, Ticket,
-};
+use headrace_provider::{DeviceError, Provider, RangeKind, StepOutput};
 
 use crate::dynamic::Dynamic;
 use crate::error::Result;
 use crate::layout::PieceLayout;
 use crate::options::EngineOptions;
 use crate::placement::Placement;
-use crate::residency::{ResidencyCounters, TensorTrace};
+use crate::residency::TensorTrace;
 use crate::schedule::{Ring, Schedule};
 
-/// Why an epoch began.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum EpochReason {
-    /// The model was loaded.
-    Load,
-    /// KV grew and took bytes from the weights.
-    KvGrowth,
-    /// KV shrank and the weights took bytes back.
-    KvShrink,
-    /// The limit was changed.
-    Limit,
-    /// Another engine that shares the device took bytes from the weights, or left and gave them back.
-    OtherEngine,
-    /// A step failed, and the ring was filled anew.
-    Recovery,
-}
-
-impl EpochReason {
-    /// Every reason.
-    pub const ALL: [EpochReason; 6] = [
-        EpochReason::Load,
-        EpochReason::KvGrowth,
-        EpochReason::KvShrink,
-        EpochReason::Limit,
-        EpochReason::OtherEngine,
-        EpochReason::Recovery,
-    ];
-
-    /// Name in stats.
-    pub const fn name(self) -> &'static str {
-        match self {
-            EpochReason::Load => "load",
-            EpochReason::KvGrowth => "kv-growth",
-            EpochReason::KvShrink => "kv-shrink",
-            EpochReason::Limit => "limit",
-            EpochReason::OtherEngine => "other-engine",
-            EpochReason::Recovery => "recovery",
-        }
-    }
-}
-
-/// What this file counts. Totals since the engine was made.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PagedCounters {
-    /// Bytes copied by steps and prologues.
-    pub streamed_bytes: u64,
-    /// Bytes that steps read where they stay.
-    pub resident_bytes_read: u64,
-    /// Bytes of weights that steps read in place on the host, and of embedding rows that they took from there.
-    pub host_mapped_bytes: u64,
-    /// Bytes of weights that the host's cores read and multiplied in place of a device.
-    pub host_computed_bytes: u64,
-    /// Bytes copied to become resident, at load and by promotions.
-    pub loaded_bytes: u64,
-    /// Steps submitted.
-    pub steps: u64,
-    /// Epochs by reason, in the order of [`EpochReason::ALL`].
-    pub epochs: [u64; EpochReason::ALL.len()],
-    /// What a residency policy did; all 0 under the static schedule.
-    pub residency: ResidencyCounters,
-}
+pub use self::counters::{EpochReason, PagedCounters};
+use self::steps::Epoch;
 
 /// What is to be resident, and the bytes that have to be granted for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -87,15 +28,6 @@ pub struct Target {
     pub placement: Placement,
     /// Bytes: those of the placement's granules, or, under a policy, those that it may come to fill.
     pub held: u64,
-}
-
-/// The programs of the present epoch.
-struct Epoch {
-    schedule: Schedule,
-    step: ProgramId,
-    prologue: Option<ProgramId>,
-    /// True while the ring holds what the next step expects.
-    primed: bool,
 }
 
 /// The weights of one model on one device.
@@ -291,156 +223,5 @@ impl PagedWeights {
             self.ring = ring;
         }
         Ok(())
-    }
-
-    /// Drops the programs. The next step records new ones.
-    fn end_epoch(&mut self, reason: EpochReason) {
-        if let Some(epoch) = self.epoch.take() {
-            self.lost = self.abandoned;
-            self.provider.discard(epoch.step);
-            if let Some(prologue) = epoch.prologue {
-                self.provider.discard(prologue);
-            }
-        }
-        self.reason = reason;
-    }
-
-    /// Steps in flight whose results somebody waits for: what may not be discarded.
-    pub fn in_flight(&self) -> usize {
-        self.in_flight.saturating_sub(self.abandoned)
-    }
-
-    /// Nobody waits for the results of any step in flight.
-    pub fn abandon(&mut self) {
-        self.abandoned = self.in_flight;
-    }
-
-    /// Most steps that may be submitted and not collected. Under a policy, which decides between the programs of one step, 1.
-    pub fn max_in_flight(&self) -> usize {
-        if self.dynamic.is_some() { 1 } else { self.provider.max_in_flight() }
-    }
-
-    /// Submits one step; records the epoch's programs and fills the ring first where that is due. Under a policy the step has
-    /// run when this returns.
-    ///
-    /// # Errors
-    /// The device's. The ring is filled anew before the next step then.
-    pub fn submit(&mut self, input: &StepInput) -> std::result::Result<Ticket, DeviceError> {
-        if let Some(mut dynamic) = self.dynamic.take() {
-            let mut output = self.finished.take().unwrap_or_default();
-            let result = dynamic.run(self, input, &mut output);
-            // A failure may have left less resident than was meant.
-            dynamic.sync(&self.placement);
-            self.dynamic = Some(dynamic);
-            result?;
-            self.finished = Some(output);
-            self.count_step(input);
-            return Ok(Ticket(self.counters.steps));
-        }
-        let mut epoch = match self.epoch.take() {
-            Some(epoch) => epoch,
-            None => self.begin_epoch()?,
-        };
-        let result = self.submit_in(&mut epoch, input);
-        if result.is_err() {
-            epoch.primed = false;
-            self.reason = EpochReason::Recovery;
-        }
-        self.epoch = Some(epoch);
-        result
-    }
-
-    /// Waits for the results of the step that was submitted first.
-    ///
-    /// # Errors
-    /// The device's. The ring is filled anew before the next step then.
-    pub fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> std::result::Result<(), DeviceError> {
-        if let Some(finished) = &mut self.finished {
-            std::mem::swap(finished, output);
-            return Ok(());
-        }
-        let result = self.provider.collect(ticket, output);
-        // Collected or failed: it is not in flight any more.
-        self.in_flight = self.in_flight.saturating_sub(1);
-        self.abandoned = self.abandoned.saturating_sub(1);
-        if self.lost > 0 {
-            // Its program was discarded meanwhile, because nobody wanted its results.
-            self.lost -= 1;
-            output.tokens.clear();
-            output.logits.clear();
-            return Ok(());
-        }
-        if result.is_err() {
-            self.epoch.iter_mut().for_each(|epoch| epoch.primed = false);
-            self.reason = EpochReason::Recovery;
-        }
-        result
-    }
-
-    fn begin_epoch(&mut self) -> std::result::Result<Epoch, DeviceError> {
-        let (options, budget) = (&self.options, self.mapped_budget);
-        let schedule = Schedule::new(&self.model, options, &self.layout, &self.placement, self.ring, budget);
-        let step = self.provider.record(schedule.step.clone())?;
-        let prologue = match schedule.prologue.instrs.is_empty() {
-            true => None,
-            false => match self.provider.record(schedule.prologue.clone()) {
-                Ok(id) => Some(id),
-                Err(error) => {
-                    self.provider.discard(step);
-                    return Err(error);
-                }
-            },
-        };
-        let reason = EpochReason::ALL.iter().position(|r| *r == self.reason).unwrap_or(0);
-        self.counters.epochs[reason] += 1;
-        log::info!(
-            "epoch ({}): {} of {} pieces cold, {} bytes streamed a step, {} read in place",
-            self.reason.name(),
-            self.placement.cold().count(),
-            self.layout.pieces.len(),
-            schedule.streamed_bytes,
-            schedule.host_mapped_bytes
-        );
-        Ok(Epoch { schedule, step, prologue, primed: false })
-    }
-
-    fn submit_in(&mut self, epoch: &mut Epoch, input: &StepInput) -> std::result::Result<Ticket, DeviceError> {
-        if !epoch.primed {
-            if let Some(prologue) = epoch.prologue {
-                self.provider.run(prologue, &StepInput::default(), &mut StepOutput::default())?;
-                self.counters.streamed_bytes += epoch.schedule.prologue_bytes;
-            }
-            epoch.primed = true;
-        }
-        let ticket = self.provider.submit(epoch.step, input)?;
-        self.in_flight += 1;
-        self.counters.streamed_bytes += epoch.schedule.streamed_bytes;
-        self.counters.resident_bytes_read += epoch.schedule.resident_bytes;
-        self.counters.host_mapped_bytes += epoch.schedule.host_mapped_bytes;
-        self.count_step(input);
-        Ok(ticket)
-    }
-
-    /// A step of `instrs` through `ring`.
-    pub(crate) fn program(&self, instrs: Vec<Instr>, ring: Ring) -> StepProgram {
-        StepProgram {
-            instrs,
-            activations: self.options.activations,
-            max_rows: self.options.max_rows(),
-            max_wanted: self.options.max_wanted(self.model.config.vocab),
-            slot_bytes: ring.slot_bytes,
-            slots: ring.slots,
-        }
-    }
-
-    /// Records one of the small programs of a step under a policy.
-    pub(crate) fn record_small(&mut self, program: StepProgram) -> std::result::Result<ProgramId, DeviceError> {
-        self.provider.record_small(program)
-    }
-
-    fn count_step(&mut self, input: &StepInput) {
-        let embedding = self.model.tensor(self.model.embedding);
-        self.counters.host_mapped_bytes += (embedding.bytes() / embedding.rows.max(1) * input.rows.len()) as u64;
-        self.counters.steps += 1;
     }
 }

@@ -2,6 +2,7 @@
 
 mod graphs;
 mod memory;
+mod open;
 mod programs;
 mod report;
 
@@ -15,13 +16,11 @@ use headrace_provider::{
     Ticket,
 };
 
-use crate::arena::{Arena, ArenaError};
+use crate::arena::Arena;
 use crate::attached::Attached;
 use crate::clock::Clock;
 use crate::context::Context;
 use crate::descriptor::Serial;
-use crate::driver::DriverProblem;
-use crate::faults::Faults;
 use crate::graph::{GraphCounters, StepGraph};
 use crate::host_memory::PinnedBuffer;
 use crate::launcher::Launcher;
@@ -29,7 +28,7 @@ use crate::overhead::{Overhead, OverheadMeter};
 use crate::physical::CardMemory;
 use crate::recorded::Recorded;
 use crate::regions::Regions;
-use crate::share::{Share, Shares};
+use crate::share::Share;
 use crate::stream::Streams;
 use crate::upload::{UploadCounters, Uploader};
 
@@ -108,88 +107,6 @@ fn range_index(range: RangeKind) -> usize {
 }
 
 impl CudaProvider {
-    /// Opens card `ordinal`: context, streams, address ranges, and the kernels that `kernels` loads. Takes no granule yet.
-    /// `faults` are calls of the driver that are refused on demand.
-    ///
-    /// # Errors
-    /// [`DriverProblem`] says what the machine lacks, in words for its user.
-    pub fn open_with(
-        ordinal: usize,
-        kernels: impl FnOnce(&Arc<Context>) -> Result<Box<dyn Launcher>, DriverProblem>,
-        faults: Faults,
-    ) -> Result<CudaProvider, DriverProblem> {
-        // The driver is asked first: without one, nothing else needs to be looked for.
-        let driver = crate::driver::Driver::load()?;
-        let usable = driver.usable_card(ordinal)?;
-        let mut shares = Shares::lock();
-        let meter = OverheadMeter::before(&usable);
-        let context = Context::open_with(ordinal, faults)?;
-        let (free_before, _) = context.memory_info()?;
-        let streams = Streams::new(&context)?;
-        let launcher = kernels(&context)?;
-        let memory = CardMemory::new(&context)?;
-        let granule = memory.granule();
-        let card = context.card().total_bytes;
-        // Addresses cost nothing: each range could hold the whole card.
-        let arena = Arena::new(memory, granule, &[card; 7]).map_err(|error| match error {
-            ArenaError::Driver(error) => DriverProblem::Call(error),
-            other => DriverProblem::Call(crate::driver::CudaError {
-                call: "address ranges".into(),
-                code: 0,
-                text: other.to_string(),
-            }),
-        })?;
-        let (free_at_open, _) = context.memory_info()?;
-        let (share, kernel_bytes) = match shares.get(&usable.bus_id) {
-            // The context was there: what came is this provider's own.
-            Some(share) => (share, free_before.saturating_sub(free_at_open)),
-            None => (shares.insert(&usable.bus_id, Share { overhead: meter.after(&context), free_at_open }), 0),
-        };
-        Ok(CudaProvider {
-            programs: HashMap::new(),
-            attached: None,
-            uploader: None,
-            logits: None,
-            launcher,
-            arena,
-            streams,
-            vectors: HashMap::new(),
-            rope: (0, 0),
-            share,
-            meter,
-            kernel_bytes,
-            largest_graph: 0,
-            counters: GraphCounters::default(),
-            clock: Clock::default(),
-            link: None,
-            unmappings: 0,
-            next_program: 0,
-            in_flight: VecDeque::new(),
-            next_ticket: 0,
-            depth: 1,
-            most_positions: usize::MAX,
-            states: Regions::default(),
-            slot_bytes: 0,
-            context,
-        })
-    }
-
-    /// Opens card `ordinal` with the crate's own kernels.
-    ///
-    /// # Errors
-    /// As [`CudaProvider::open_with`].
-    pub fn open(ordinal: usize) -> Result<CudaProvider, DriverProblem> {
-        CudaProvider::open_refusing(ordinal, Faults::default())
-    }
-
-    /// As [`CudaProvider::open`], with calls of the driver that are refused on demand. A test instrument.
-    ///
-    /// # Errors
-    /// As [`CudaProvider::open_with`].
-    pub fn open_refusing(ordinal: usize, faults: Faults) -> Result<CudaProvider, DriverProblem> {
-        CudaProvider::open_with(ordinal, crate::kernel_launcher::KernelLauncher::open, faults)
-    }
-
     /// Sequences will have at most so many positions, whatever the model declares: rotation tables, descriptors and the scratch
     /// of attention are made for that. Has an effect before a model is attached.
     pub fn limit_positions(&mut self, most: usize) {
