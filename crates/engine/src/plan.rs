@@ -124,6 +124,8 @@ pub struct MemoryPlan {
     pub graphs: u64,
     /// Buffers of a step, in bytes.
     pub workspace: u64,
+    /// What weights, ring and KV share, in bytes.
+    pub for_weights_and_kv: u64,
     /// The ring that anything streamed needs.
     pub ring: Ring,
     /// Bytes promised to the ring: 0 if nothing can ever be streamed.
@@ -240,6 +242,7 @@ impl MemoryPlan {
             fixed,
             graphs,
             workspace,
+            for_weights_and_kv: usable - own,
             ring,
             ring_bytes,
             ring_room,

@@ -73,15 +73,9 @@ impl MemoryPlan {
     /// What is resident while KV has a capacity of `kv` bytes.
     pub fn placement_beside(&self, layout: &PieceLayout, kv: u64) -> Placement {
         let all = Placement::all_resident(layout).mapped_bytes(layout, self.granule);
-        let room = self.for_weights_and_kv().saturating_sub(kv);
+        let room = self.for_weights_and_kv.saturating_sub(kv);
         let weights = if all <= room { all } else { room.saturating_sub(self.ring_room) };
         Placement::within(layout, self.granule, weights)
-    }
-
-    /// Bytes that weights, ring and KV share.
-    fn for_weights_and_kv(&self) -> u64 {
-        let usable = (self.breakdown.limit / self.granule * self.granule).saturating_sub(self.headroom);
-        usable.saturating_sub(self.fixed + self.graphs + self.workspace)
     }
 
     /// Bytes that KV could take if it were asked for them: all but the ring, or the weights that have to be resident.
@@ -89,7 +83,7 @@ impl MemoryPlan {
         let all = Placement::all_resident(layout).mapped_bytes(layout, self.granule);
         let weights = self.breakdown.needs.iter().find(|n| n.name == "weights").map_or(all, |n| n.bytes);
         let stays = if self.ring_room > 0 { self.ring_room } else { weights };
-        self.for_weights_and_kv().saturating_sub(stays)
+        self.for_weights_and_kv.saturating_sub(stays)
     }
 
     fn trade_row(

@@ -6,10 +6,11 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{host, limits, options, tiny_model};
+use common::{GRANULE, host, limits, options, tiny_model};
 use headrace_engine::serve::{Batcher, Event};
 use headrace_engine::stats::Stats;
 use headrace_engine::{Engine, EngineOptions, GenerationOptions};
+use headrace_ep_cpu::host_device::{HostDevice, HostOptions};
 use headrace_numerics::format::Format;
 use headrace_testing::{ModelShape, random_model};
 
@@ -122,4 +123,20 @@ fn as_many_sequences_as_planned_are_in_work_at_once() {
         }
     }
     assert!(below > 2);
+}
+
+#[test]
+fn what_the_process_takes_once_is_no_room_for_weights_or_kv() {
+    let model = tiny_model(33, 6, CONTEXT);
+    let (minimum, everything) = limits(&model, &wide());
+    let trade = |context: u64| {
+        let options =
+            HostOptions { threads: Some(1), granule: GRANULE, positions: Some(CONTEXT), ..HostOptions::default() };
+        let device = Box::new(HostDevice::new(HostOptions { shared_bytes: context, ..options }).unwrap());
+        let limit = (minimum + everything) / 2 + context;
+        Engine::on_device(model.clone(), None, wide(), device, limit).unwrap().trade(None).unwrap()
+    };
+    let without = trade(0);
+    assert!(without.rows.iter().any(|row| row.resident_bytes > 0 && row.streamed_bytes > 0), "{without:?}");
+    assert_eq!(trade(64 * GRANULE), without);
 }
