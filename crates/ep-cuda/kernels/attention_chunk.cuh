@@ -4,7 +4,10 @@
 // two takes four. Queries are broadcast. Values: a few elements a lane, positions in order. Rows of keys are KEY_ROW bytes apart, which keeps the banks
 // apart; rows of values VALUE_ROW.
 #pragma once
+#include "copies.cuh"
 #include "kv.cuh"
+
+#if __CUDA_ARCH__ >= 800
 
 template <int DIM> struct Staged {
     static const int VALUE_ROW = DIM * 2, KEY_ROW = VALUE_ROW + 16, KEYS = 32 * KEY_ROW, VALUES = 32 * VALUE_ROW;
@@ -21,15 +24,13 @@ template <int DIM, int ROW> __device__ __forceinline__ void copy_rows(u32 to, co
     for (int i = 0; i < PIECES; i++) {
         const u32 ahead = i * (32 / PIECES);
         if (row + ahead < n)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + ahead * ROW),
-                         "l"(__cvta_generic_to_global(from + ahead * stride))
-                         : "memory");
+            copy16(to + ahead * ROW, from + ahead * stride);
     }
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most N groups of this thread's copies are under way, for the whole warp.
-template <int N> __device__ __forceinline__ void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+
+// For the whole warp.
+template <int N> __device__ __forceinline__ void await_rows() {
+    await_copies<N>();
     __syncwarp();
 }
 
@@ -155,3 +156,5 @@ __device__ __forceinline__ void weigh_chunk(const u8* values, const float* weigh
     }
     __syncwarp();
 }
+
+#endif

@@ -40,9 +40,9 @@ template <int DIM> struct Walk {
         const u32 n = min(q.position - c * 32 + 1, 32u);
         const size_t stride = (size_t)a.kv.token_stride * 2;
         if (value)
-            copy_rows<DIM, Staged<DIM>::VALUE_ROW>((u32)__cvta_generic_to_shared(values), from, stride, n);
+            copy_rows<DIM, Staged<DIM>::VALUE_ROW>(shared_at(values), from, stride, n);
         else
-            copy_rows<DIM, Staged<DIM>::KEY_ROW>((u32)__cvta_generic_to_shared(keys), from, stride, n);
+            copy_rows<DIM, Staged<DIM>::KEY_ROW>(shared_at(keys), from, stride, n);
     }
 };
 
@@ -51,11 +51,11 @@ template <int DIM, int HG>
 __device__ __forceinline__ void staged_chunk(Walk<DIM>& walk, const float* query, float* weights, u32 c, u32 next, u32 end,
                                              float top[HG], float sum[HG], float out[HG][Staged<DIM>::OWN]) {
     const u32 from = max(c * 32, walk.q.first) - c * 32, to = min(c * 32 + 31, walk.q.position) - c * 32;
-    await_copies<1>();
+    await_rows<1>();
     score_chunk<DIM, HG>(query, walk.keys, from, to, walk.a.scale, walk.a.softcap, weights, top, sum);
     if (next < end) walk.fetch(false, next);
     commit_copies();
-    await_copies<1>();
+    await_rows<1>();
     weigh_chunk<DIM, HG>(walk.values, weights, from, to, out);
     if (next < end) walk.fetch(true, next);
     commit_copies();

@@ -10,6 +10,7 @@
 // Launch: block 128, grid (ceil(rows / ROWS), head groups), dynamic shared memory tile_bytes (src/launch/attention.rs).
 // Compute capability 8.0 and up.
 #include "attention.cuh"
+#include "copies.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
@@ -94,9 +95,7 @@ template <int DIM, int HG> __device__ __forceinline__ void tile(const AttentionA
 #pragma unroll
             for (int i = 0; i < LOADS; i++) {
                 const u32 n = c * 32 + load_row + i * (32 / LOADS) <= last ? 16 : 0;  // the rest becomes zero
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(&s.halves[i][tid])),
-                             "l"(__cvta_generic_to_global(from + (n == 0 ? 0 : i * (32 / LOADS) * stride))), "r"(n)
-                             : "memory");
+                copy16(&s.halves[i][tid], from + (n == 0 ? 0 : i * (32 / LOADS) * stride), n);
             }
         }
         // Positions p0 + 16 u and p0 + 16 u + 8: of the two threads that share the dots, each ends one, `at[u]`.
@@ -197,7 +196,7 @@ template <int DIM, int HG> __device__ __forceinline__ void tile(const AttentionA
                 s.sum[own][h] = any ? __fmaf_rn(s.sum[own][h], before[h], __fmul_rn(chunk_sum[h], after[h])) : chunk_sum[h];
             }
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        await_all_copies();
 #pragma unroll
         for (int i = 0; i < LOADS; i++) store_floats(&s.values[load_row + i * (32 / LOADS)][piece * 8], s.halves[i][tid]);
         __syncthreads();

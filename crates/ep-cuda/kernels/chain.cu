@@ -15,6 +15,7 @@
 // activation or attention, then a ring of D slots for each warp but the last, then `table_bytes`. `barrier` holds two zeros,
 // and does so again at the end. Compute capability 8.0 and up. Compiled for each format class (FORMAT) with PIPE.
 #include "chain.cuh"
+#include "copies.cuh"
 #include "dot.cuh"
 
 #if defined(PIPE) && __CUDA_ARCH__ >= 800
@@ -24,10 +25,6 @@
 // A slot of a ring: the codes of that many steps of 8 blocks, then their scales.
 #define STEPS 4
 #define CELL (ROWS * 8 * 16)
-
-__device__ __forceinline__ void copy16(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
-}
 
 // The activation in shared memory: pieces of 16 codes [piece][block] in PAIR order, then {d, -8 * sum} [block].
 template <bool W16> struct Staged {
@@ -136,7 +133,7 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
     const u32 lane = threadIdx.x & 31, klane = lane >> 2, group = lane & 3, warp = threadIdx.x >> 5;
     const u32 warps = (blockDim.x >> 5) - 1;  // of those that multiply
     u8* ring = area + a.area + warp * (D * SLOT);
-    const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
+    const u32 ring_at = shared_at(ring);
 
     // Where everything is, in shared memory: reads of it from device memory would queue behind the copies.
     uint4* table = (uint4*)(area + a.area + warps * (D * SLOT));
@@ -193,7 +190,7 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
                 aim(0);
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     };
     auto keep_aim = [&] {
         if (lane == 0) aims[warp] = {from, unit, from < a.linears ? matrices[from].blocks - left : 0};
@@ -247,7 +244,7 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
             auto scale_at = [&](u32 q) { return q % 2 * 8 * SCALE + q / 2 * (ROWS * 16 * SCALE); };
 #pragma unroll 1
             for (u32 done = 0; done < kb; done += 8 * STEPS) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
+                await_copies<D - 2>();
                 __syncwarp();  // the others' copies are there, and they have left the slot that is filled now
                 issue(slot == 0 ? D - 1 : slot - 1);
                 const u8* in = ring + slot * SLOT + from_code;
@@ -307,7 +304,7 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
         }
         if (t + 1 < a.tasks) grid_arrive(a.barrier);
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    await_all_copies();
     grid_leave(a.barrier);
 }
 

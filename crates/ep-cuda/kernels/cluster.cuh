@@ -1,12 +1,9 @@
 // What kernels share whose clusters of blocks have the contract's lanes shared out.
 #pragma once
+#include "copies.cuh"
 #include "dot.cuh"
 
 #if __CUDA_ARCH__ >= 900
-
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
-}
 
 // Shared address `at` in block `rank` of the cluster, and the float there.
 __device__ __forceinline__ u32 cluster_at(u32 at, u32 rank) {
@@ -34,7 +31,7 @@ __device__ __forceinline__ void end_tile(const LinearArgs& a, const LinearSegmen
     const int PAIRS = LANES / 2, LINE = R + 4, SUM = TOKENS * LINE, ROUND = THREADS / R, SHARE = TOKENS / CLUSTER;
     static_assert(THREADS % R == 0 && TOKENS % CLUSTER == 0, "output");
     const u32 tid = threadIdx.x, r = tid % R, from = rank * SHARE;
-    const u32 here = (u32)__cvta_generic_to_shared(sums) + r * 4;
+    const u32 here = shared_at(sums) + r * 4;
     u32 there[CLUSTER];
 #pragma unroll
     for (int i = 0; i < CLUSTER; i++) there[i] = CLUSTER > 1 ? cluster_at(here, i) : here;

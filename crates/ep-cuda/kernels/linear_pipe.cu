@@ -13,6 +13,7 @@
 // A block makes SETS * M * 16 weight rows times NT * 8 token rows. Launch: block SETS * 256, grid (row tiles of the segments,
 // ceil(token rows / (NT * 8))), dynamic shared memory pipe_shared (src/launch/linear.rs). `x.ld` is a multiple of 8.
 // Compute capability 8.0 and up. Compiled once for each format class (FORMAT) that has the option PIPE.
+#include "copies.cuh"
 #include "dot.cuh"
 
 #if defined(PIPE) && __CUDA_ARCH__ >= 800
@@ -25,13 +26,6 @@ __device__ __forceinline__ void mma(int c[4], const u32 a[4], u32 b0, u32 b1, in
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%10,%11};"
                  : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1));
-}
-
-// Copies `n` of 16 bytes (the rest becomes zero) without waiting.
-__device__ __forceinline__ void copy16(void* to, const void* from, int n) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
-                 "l"(__cvta_generic_to_global(from)), "r"(n)
-                 : "memory");
 }
 
 // CHUNK: blocks of 32 columns in a stage. SETS: sets of eight warps, each with M tiles of weight rows of its own; they share
@@ -71,7 +65,7 @@ template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> _
         if (has_scale) {
             const u64 from = (u64)(scale_at + stage * (CHUNK * SCALE / 16)) * 16;
             if (from < scales_end)
-                copy16(codes + R * CODE_STRIDE + tid * 16, s.planes[1] + from, (int)min((u64)16, scales_end - from));
+                copy16(codes + R * CODE_STRIDE + tid * 16, s.planes[1] + from, (u32)min((u64)16, scales_end - from));
         }
     };
     // Columns past x.ld are left as they are: what comes of them is dropped.
@@ -107,13 +101,13 @@ template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> _
     wait_for_previous();
     const u32 token_rows = step_rows(a.step, a.wanted);
     if (first >= token_rows) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        await_all_copies();
         return;
     }
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) {
         if (i < stages) fill_x(i);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     }
 
     float acc[M][NT][4];
@@ -125,13 +119,13 @@ template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> _
             for (int q = 0; q < 4; q++) acc[i][j][q] = 0.0f;
 
     for (u32 stage = 0; stage < stages; stage++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        await_copies<STAGES - 2>();
         __syncthreads();
         if (stage + STAGES - 1 < stages) {
             fill(stage + STAGES - 1);
             fill_x(stage + STAGES - 1);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
         const u8* codes = ring + stage % STAGES * STAGE;
         const u8* scales = codes + R * CODE_STRIDE;
 #pragma unroll
@@ -179,7 +173,7 @@ template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> _
             }
         }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    await_all_copies();
     __syncthreads();
     const int P = NT * 8 + 1;
     float* lanes = (float*)ring;

@@ -13,6 +13,7 @@
 // Launch: block any number of warps, grid (blocks, token rows); units of 4 * RPT rows are interleaved over the blocks.
 // Dynamic shared memory: blocks of 32 * (W16 ? 72 : 40) + warps * RPT * (D * 512 + (D / 2 + 1) * 64 * scale bytes). Compute capability
 // 8.0 and up. Compiled once for each format class (FORMAT) that has the option PIPE.
+#include "copies.cuh"
 #include "dot.cuh"
 
 #if defined(PIPE) && __CUDA_ARCH__ >= 800
@@ -22,10 +23,6 @@ __device__ __forceinline__ void ask_ahead(const u8* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes));
 #endif
-}
-
-__device__ __forceinline__ void copy16(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
 }
 
 // Makes shared pieces [piece][block] and steps [block] {d, -8 * sum} of token row `row`.
@@ -63,7 +60,7 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
     int2* steps = (int2*)(shared + (size_t)kb * PIECES * 16);
     const u32 lane = threadIdx.x & 31, klane = lane >> 2, group = lane & 3, warp = threadIdx.x >> 5;
     u8* ring = shared + (size_t)kb * (PIECES * 16 + 8) + warp * (D * SLOT + PAIRS * PAIR);
-    const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
+    const u32 ring_at = shared_at(ring);
 
     const u32 units = count_units(a, 4 * RPT), stride = gridDim.x * (blockDim.x >> 5);
     u32 unit = warp * gridDim.x + blockIdx.x;
@@ -101,7 +98,7 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
                     allow_next();  // not sooner: what the next kernel asks for early would be pushed out again
             }
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     };
     if (unit < units) {
         aim();
@@ -117,7 +114,7 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
 
     const u32 row = blockIdx.y;
     if (row >= step_rows(a.step, a.wanted)) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        await_all_copies();
         return;
     }
     stage_row<W16>(a.x, row, pieces, steps);
@@ -133,7 +130,7 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
         const int2* ps = steps + klane;
 #pragma unroll 2
         for (u32 step = 0; step < steps_of_row; step++, px += 8, ps += 8) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(D - 2) : "memory");
+            await_copies<D - 2>();
             __syncwarp();  // the others' copies are there, and they have left the slot that is filled now
             issue(slot == 0 ? D - 1 : slot - 1);
             const u8* at = ring + slot * SLOT + from_code;

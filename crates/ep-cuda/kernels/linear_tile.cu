@@ -28,25 +28,6 @@ __device__ __forceinline__ void mma(int c[4], const u32 a[4], u32 b0, u32 b1, in
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
 }
 
-// Barriers that count bytes: a bulk copy completes when all its bytes are there.
-__device__ __forceinline__ void bytes_init(u32 bar) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void bytes_expect(u32 bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bytes_await(u32 bar, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN%=;\n}" ::"r"(bar),
-        "r"(parity)
-        : "memory");
-}
-__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(bar)
-                 : "memory");
-}
-
 // SIDE: a block's lanes are neighbours (64 bytes of a weight row in one piece at LANES 4); else it has lanes l and l + 4,
 // whose sums it adds up itself.
 template <bool HALF, bool W16, int LANES, bool SIDE, int RG, int TG, int M, int NT, int PERIODS, int STAGES>
@@ -68,7 +49,7 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
     u32 unit = blockIdx.y;
     const LinearSegment& s = a.segment[find_segment(a, R, unit)];
     const u32 r0 = unit * R;
-    const u32 base = (u32)__cvta_generic_to_shared(ring);
+    const u32 base = shared_at(ring);
 
     // A thread's copies of weights: pieces of 16 bytes, the same places in every period. Sources move on from period to period.
     auto place = [&](u32 row, u32 i) -> u32 {
@@ -110,14 +91,14 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
     };
     // Activations of a lane's block of columns lie side by side: bulk copies, by the first threads. Token rows past x.ld are left as
     // they are: what comes of them is dropped.
-    const u32 bars = (u32)__cvta_generic_to_shared(arrived), tokens = min((u32)TOKENS, ld - min(first, ld));
+    const u32 bars = shared_at(arrived), tokens = min((u32)TOKENS, ld - min(first, ld));
     const u32 x_slot = tid % LANES, x_unit = tid < LANES ? PLANES * 32 : 8;
     const u8* x_from = (tid < LANES ? a.x.codes : (const u8*)a.x.steps) + ((u64)lane_of(x_slot) * ld + first) * x_unit;
     const u32 x_to = base + (tid < LANES ? X_AT : STEPS_AT) + x_slot * TOKENS * x_unit;
     auto fill_x = [&](u32 put, u32 slot) {
         if (tid >= 32) return;
         const u32 count = PERIODS == 1 ? 1 : min((u32)PERIODS, periods - period);
-        if (tid == 0) bytes_expect(bars + slot * 8, count * LANES * tokens * (PLANES * 32 + 8));
+        if (tid == 0) phase_expect(bars + slot * 8, count * LANES * tokens * (PLANES * 32 + 8));
         __syncwarp();
         if (tid < 2 * LANES) {
             for (u32 p = 0; p < count; p++)
@@ -126,21 +107,21 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
         }
     };
     if (tid == 0) {
-        for (int i = 0; i < STAGES; i++) bytes_init(bars + i * 8);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        for (int i = 0; i < STAGES; i++) phase_init(bars + i * 8, 1);
+        fence_async();
     }
     __syncthreads();
 #pragma unroll 1
     for (u32 i = 0; i < STAGES - 1; i++) {
         if (i < stages) fill(i * STAGE);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
         period += PERIODS;
     }
     allow_next();
     wait_for_previous();
     const u32 token_rows = step_rows(a.step, a.wanted);
     if (first >= token_rows) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        await_all_copies();
         return;
     }
     period = 0;
@@ -165,8 +146,8 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
 
     u32 get = 0, at = 0, parity = 0;  // this stage: where it is, which of the ring, which round
     for (u32 stage = 0; stage < stages; stage++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        bytes_await(bars + at * 8, parity);
+        await_copies<STAGES - 2>();
+        phase_await(bars + at * 8, parity);
         __syncthreads();
         if (stage + STAGES - 1 < stages) {
             const u32 put = get == 0 ? (STAGES - 1) * STAGE : get - STAGE;
@@ -174,7 +155,7 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
             fill_x(put, at == 0 ? STAGES - 1 : at - 1);
             period += PERIODS;
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
 #pragma unroll
         for (int p = 0; p < PERIODS; p++) {
             if (PERIODS > 1 && stage * PERIODS + p >= periods) break;
@@ -217,7 +198,7 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
             parity ^= 1;
         }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    await_all_copies();
     __syncthreads();
 
     // Sums of lanes, or of lanes l and l + 4: [SIDE ? LANES : PAIRS][token][LINE].

@@ -16,24 +16,6 @@
 
 #if defined(PIPE) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-__device__ __forceinline__ void copy4(u32 to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-
-// Barriers in shared memory: `count` arrivals end a phase.
-__device__ __forceinline__ void phase_init(u32 bar, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void phase_arrive(u32 bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void phase_await(u32 bar, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nAGAIN%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN%=;\n}" ::"r"(bar),
-        "r"(parity)
-        : "memory");
-}
-
 // d = a * b, or d + a * b if ADD: a 64 x 32 in the registers of a warpgroup, b 32 x 32 in shared memory by its descriptor. A group of
 // its own.
 template <bool ADD> __device__ __forceinline__ void wgmma(int d[16], const u32 a[4], u64 b) {
@@ -73,7 +55,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
     u32 unit = blockIdx.y;
     const LinearSegment& s = a.segment[find_segment(a, R, unit)];
     const u32 r0 = unit * R;
-    const u32 base = (u32)__cvta_generic_to_shared(ring);
+    const u32 base = shared_at(ring);
 
     // A thread's copies: pieces of 16 bytes, and steps, the same places in every stage. Pieces of codes are permuted among eight.
     auto place = [&](u32 piece, u32 mask) -> u32 { return (piece ^ piece >> 3 & mask) * 16; };
@@ -97,7 +79,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
 #pragma unroll
         for (int i = 0; i < COPIES; i++) copy16(x_to + put + i * (2 * TOKENS * ROW), from + (u64)(i * 4 * ld) * ROW);
     };
-    const u32 full_at = (u32)__cvta_generic_to_shared(full);
+    const u32 full_at = shared_at(full);
     if (tid == 0)
         for (int i = 0; i < STAGES; i++) phase_init(full_at + i * 8, THREADS);
     __syncthreads();
@@ -111,7 +93,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
     wait_for_previous();
     const u32 token_rows = step_rows(a.step, a.wanted);
     if (first >= token_rows) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        await_all_copies();
         return;
     }
 #pragma unroll 1
@@ -120,13 +102,13 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
             copy_x(i * STAGE, x_from + i * x_step);
             if (has_step) copy4(more_to + i * STAGE, more_from + i * more_step);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     }
     codes_from += AHEAD * 128;
     x_from += AHEAD * x_step;
     more_from += AHEAD * more_step;
-    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    await_copies<AHEAD - 1>();
+    fence_async();
     phase_arrive(full_at);
 
     float acc[M][NT][4];
@@ -147,8 +129,8 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
     // This stage: where it is, which of the ring, the round's parity; where the stage to be filled is.
     u32 get = 0, at = 0, parity = 0, put = AHEAD * STAGE;
     for (u32 stage = 0; stage < stages; stage++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 2) : "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies are ordinary stores to the tensor cores
+        await_copies<AHEAD - 2>();
+        fence_async();  // copies are ordinary stores to the tensor cores
         if (stage + 1 < stages) phase_arrive(full_at + (at + 1 == STAGES ? 0 : at + 1) * 8);
         phase_await(full_at + at * 8, parity);
         if (stage + AHEAD < stages) {
@@ -161,7 +143,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
             more_from += more_step;
             put = put + STAGE == RING ? 0 : put + STAGE;
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
         const u8* from = ring + get;
         const u32 x = x_at + (get >> 4);
         // 64 weight rows, in registers as the instruction wants them.
@@ -227,7 +209,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
             parity ^= 1;
         }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    await_all_copies();
     __syncthreads();
 
     // Sums of lanes, or of lanes l and l + 4: [SIDE ? LANES : PAIRS][token][LINE].
