@@ -3,29 +3,15 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::sync::Arc;
+mod common;
 
+use common::{GRANULE, small_model};
 use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions};
 use headrace_ep_cpu::host_device::{HostDevice, HostOptions};
-use headrace_numerics::format::Format;
-use headrace_testing::{ModelShape, random_model};
 
-const GRANULE: u64 = 4096;
 const LINK: u64 = 2_000_000;
 
 fn engine(limit: u64, link: Option<u64>) -> Result<Engine, EngineError> {
-    let shape = ModelShape {
-        vocab: 260,
-        hidden: 64,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        ffn: 128,
-        layers: 4,
-        formats: vec![Format::Q4_0, Format::Q8_0],
-        max_context: 64,
-        ..ModelShape::default()
-    };
     let options = EngineOptions {
         max_batch: 1,
         prefill_chunk: 8,
@@ -36,7 +22,7 @@ fn engine(limit: u64, link: Option<u64>) -> Result<Engine, EngineError> {
     };
     let host = HostOptions { threads: Some(1), granule: GRANULE, link, ..HostOptions::default() };
     let device = Box::new(HostDevice::new(host).unwrap());
-    Engine::on_device(Arc::new(random_model(7, &shape)), None, options, device, limit)
+    Engine::on_device(small_model(7, 4, 64), None, options, device, limit)
 }
 
 #[test]

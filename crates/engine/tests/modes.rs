@@ -3,34 +3,22 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod common;
+
 use std::sync::Arc;
 
+use common::{GRANULE, small_model};
 use headrace_engine::stats::PoolStats;
 use headrace_engine::{DeviceChoice, Engine, EngineError, EngineOptions, GenerationOptions, PlacementMode, Result};
 use headrace_ep_cpu::host_device::{DeviceProbe, Fault, FaultPoint, HostDevice, HostOptions};
 use headrace_model::ModelSpec;
-use headrace_numerics::format::Format;
-use headrace_testing::{ModelShape, random_model};
 
 const CONTEXT: usize = 192;
-const GRANULE: u64 = 4096;
 const PROMPT: [u32; 5] = [3, 1, 4, 1, 5];
 const BUDGET: u64 = 40 << 10;
 
 fn model() -> Arc<ModelSpec> {
-    let shape = ModelShape {
-        vocab: 260,
-        hidden: 64,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        ffn: 128,
-        layers: 4,
-        formats: vec![Format::Q4_0, Format::Q8_0, Format::Q4_1],
-        max_context: CONTEXT,
-        ..ModelShape::default()
-    };
-    Arc::new(random_model(11, &shape))
+    small_model(11, 4, CONTEXT)
 }
 
 fn options(placement: PlacementMode) -> EngineOptions {

@@ -3,33 +3,20 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::sync::Arc;
+mod common;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use common::{GRANULE, small_model};
 use headrace_engine::stats::PoolStats;
 use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions};
 use headrace_ep_cpu::host_device::{HostDevice, HostOptions};
-use headrace_numerics::format::Format;
-use headrace_testing::{ModelShape, random_model};
 
-const GRANULE: u64 = 4096;
 const CONTEXT: u64 = 10 * GRANULE;
 const PROMPT: [u32; 4] = [3, 1, 4, 1];
 
 fn engine(key: &'static str, limit: u64) -> Result<Engine, EngineError> {
-    let shape = ModelShape {
-        vocab: 260,
-        hidden: 64,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        ffn: 128,
-        layers: 4,
-        formats: vec![Format::Q4_0, Format::Q8_0],
-        max_context: 64,
-        ..ModelShape::default()
-    };
     let options = EngineOptions {
         max_batch: 1,
         prefill_chunk: 8,
@@ -47,7 +34,7 @@ fn engine(key: &'static str, limit: u64) -> Result<Engine, EngineError> {
         ..HostOptions::default()
     };
     let device = Box::new(HostDevice::new(host).unwrap());
-    Engine::on_device(Arc::new(random_model(7, &shape)), None, options, device, limit)
+    Engine::on_device(small_model(7, 4, 64), None, options, device, limit)
 }
 
 fn tokens(engine: &mut Engine) -> Vec<u32> {

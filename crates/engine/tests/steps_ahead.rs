@@ -3,22 +3,22 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod common;
+
 use std::sync::{Arc, Mutex};
 
+use common::{GRANULE, small_model};
 use headrace_engine::stats::Stats;
 use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions};
 use headrace_ep_cpu::host_device::{Fault, FaultPoint, HostDevice, HostOptions};
 use headrace_kv::{KvGeometry, KvLayout};
 use headrace_model::ModelSpec;
-use headrace_numerics::format::Format;
 use headrace_provider::{
     DeviceError, DeviceInfo, DeviceReport, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram,
     Ticket, Token,
 };
-use headrace_testing::{ModelShape, random_model};
 
 const CONTEXT: usize = 192;
-const GRANULE: u64 = 4096;
 const DEPTHS: [usize; 3] = [1, 2, 4];
 const PROMPTS: [&[u32]; 3] = [&[3, 1, 4, 1, 5], &[9, 2], &[6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8]];
 
@@ -113,19 +113,7 @@ impl Provider for Watched {
 }
 
 fn model() -> Arc<ModelSpec> {
-    let shape = ModelShape {
-        vocab: 260,
-        hidden: 64,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        ffn: 128,
-        layers: 3,
-        formats: vec![Format::Q4_0, Format::Q8_0, Format::Q4_1],
-        max_context: CONTEXT,
-        ..ModelShape::default()
-    };
-    Arc::new(random_model(12, &shape))
+    small_model(12, 3, CONTEXT)
 }
 
 fn options(depth: usize) -> EngineOptions {

@@ -13,7 +13,7 @@ use headrace_testing::{ModelShape, random_model};
 /// Mapping unit of the host devices made here.
 pub const GRANULE: u64 = 4096;
 
-/// A model of `layers` layers, 64 wide, for `context` positions.
+/// A model of `layers` layers, 32 wide, for `context` positions.
 pub fn tiny_model(seed: u64, layers: usize, context: usize) -> Arc<ModelSpec> {
     let shape = ModelShape {
         vocab: 61,
@@ -22,6 +22,23 @@ pub fn tiny_model(seed: u64, layers: usize, context: usize) -> Arc<ModelSpec> {
         kv_heads: 1,
         head_dim: 16,
         ffn: 64,
+        layers,
+        formats: vec![Format::Q4_0, Format::Q8_0, Format::Q4_1],
+        max_context: context,
+        ..ModelShape::default()
+    };
+    Arc::new(random_model(seed, &shape))
+}
+
+/// A model of `layers` layers, 64 wide, that has a token for every byte.
+pub fn small_model(seed: u64, layers: usize, context: usize) -> Arc<ModelSpec> {
+    let shape = ModelShape {
+        vocab: 260,
+        hidden: 64,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        ffn: 128,
         layers,
         formats: vec![Format::Q4_0, Format::Q8_0, Format::Q4_1],
         max_context: context,
