@@ -7,8 +7,8 @@
 For each model and each way: a prompt and a few tokens, a ragged batch, a long prompt. The ways: everything `resident`, the
 `smallest` limit, and one that holds everything at the start, so that weights are demoted when a sequence has `grown` (an epoch
 change in mid-generation). `small` is a random model that is made here, whose one-row steps go through the persistent kernel.
-Tokens must be the CPU's. One way a run under compute-sanitizer: it holds on to Python objects, engines too. `--tool racecheck` takes a
-hundred times as long; `--layers 1 --longest 100` has every kernel all the same.
+Tokens must be the CPU's. One way a run under compute-sanitizer: it holds on to Python objects, engines too. For `--tool racecheck`,
+which is slow, `small --layers 1 --longest 70 --ways resident` takes half a minute on an H200, and SmolLM2 more than two.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benches/gpu/sweep.py --check model.gguf onnx-dir --model 14b-dir --parts limits policies growth total --out results
 
 Parts: `identity` (small models against the CPU: every mode, layout and policy at two limits, twice in a row), `limits` (a large
-model from 100% to 10% of its weights, by mode), `policies` (the static schedule against every policy), `layouts` (both of KV, by mode), `growth` (one position to
-the whole context under a limit that held everything), `total` (where each byte of a limit goes), `checksum` (all weights after
-many steps). A wrong token ends the run before anything is timed. `sweep.json` holds everything; tables come last, `sweep.svg` if
-matplotlib is there.
+model from 100% to 10% of its weights, by mode), `policies` (the static schedule against every policy), `layouts` (both of KV, by
+mode), `growth` (one position to the whole context under a limit that held everything), `total` (where each byte of a limit goes),
+`checksum` (all weights after many steps). A wrong token ends the run before anything is timed. `sweep.json` holds everything;
+tables come last, `sweep.svg` if matplotlib is there.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def over_limits(sweep: Sweep, path: Path, steps: int, shares: dict[str, list[flo
 
 
 def layouts(sweep: Sweep, path: Path, shares: list[float]) -> None:
-    """Both layouts of KV, every mode that leaves weights out, under two limits: tokens of two generations, and bytes moved."""
+    """Both layouts of KV, every mode that leaves weights out, by the share that stays: tokens of two generations, and bytes moved."""
     base: Row = {"max_context": 512, "max_batch": 1, "prefill_chunk": 64}
     prompts = [PROMPT, [(13 * j) % 1000 + 3 for j in range(200)]]
     engine = sweep.load(path, **base)

@@ -15,36 +15,19 @@ pub const GRANULE: u64 = 4096;
 
 /// A model of `layers` layers, 32 wide, for `context` positions.
 pub fn tiny_model(seed: u64, layers: usize, context: usize) -> Arc<ModelSpec> {
-    let shape = ModelShape {
-        vocab: 61,
-        hidden: 32,
-        heads: 2,
-        kv_heads: 1,
-        head_dim: 16,
-        ffn: 64,
-        layers,
-        formats: vec![Format::Q4_0, Format::Q8_0, Format::Q4_1],
-        max_context: context,
-        ..ModelShape::default()
-    };
-    Arc::new(random_model(seed, &shape))
+    let sizes = ModelShape { vocab: 61, hidden: 32, heads: 2, kv_heads: 1, ffn: 64, ..ModelShape::default() };
+    model(seed, layers, context, sizes)
 }
 
 /// A model of `layers` layers, 64 wide, that has a token for every byte.
 pub fn small_model(seed: u64, layers: usize, context: usize) -> Arc<ModelSpec> {
-    let shape = ModelShape {
-        vocab: 260,
-        hidden: 64,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        ffn: 128,
-        layers,
-        formats: vec![Format::Q4_0, Format::Q8_0, Format::Q4_1],
-        max_context: context,
-        ..ModelShape::default()
-    };
-    Arc::new(random_model(seed, &shape))
+    let sizes = ModelShape { vocab: 260, hidden: 64, heads: 4, kv_heads: 2, ffn: 128, ..ModelShape::default() };
+    model(seed, layers, context, sizes)
+}
+
+fn model(seed: u64, layers: usize, context: usize, sizes: ModelShape) -> Arc<ModelSpec> {
+    let formats = vec![Format::Q4_0, Format::Q8_0, Format::Q4_1];
+    Arc::new(random_model(seed, &ModelShape { head_dim: 16, layers, formats, max_context: context, ..sizes }))
 }
 
 /// Options with small pieces and one thread.
