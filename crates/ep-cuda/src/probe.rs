@@ -1,19 +1,16 @@
 //! The machine's ceilings: the link by chunk size, the card's memory, the host's memory.
 
-use std::collections::BTreeMap;
-use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use cudarc::driver::sys;
 
-use crate::abi::ProbeArgs;
 use crate::context::Context;
-use crate::driver::{CudaError, DriverProblem, check, log_failure};
+use crate::driver::{CudaError, DriverProblem, check};
 use crate::events::Event;
 use crate::host_memory::PinnedBuffer;
 use crate::physical::{CardMemory, Physical};
-use crate::ptx;
+use crate::reader::Reader;
 use crate::stream::Stream;
 
 /// Chunks of host-to-device copies, in bytes.
@@ -58,68 +55,6 @@ pub struct Probe {
     pub memory_peak: Option<f64>,
     /// Bytes a second of host memory, read by one thread.
     pub host_read: f64,
-}
-
-/// The kernel that reads, and nothing else of the crate's device code.
-struct Reader {
-    module: sys::CUmodule,
-    function: sys::CUfunction,
-    blocks: u32,
-    context: Arc<Context>,
-}
-
-impl Reader {
-    fn new(context: &Arc<Context>) -> Result<Option<Reader>, CudaError> {
-        let (major, minor) = context.card().capability;
-        let target = ptx::target_for(major.unsigned_abs(), minor.unsigned_abs());
-        let Some(source) = target.and_then(|t| t.modules.iter().find(|m| m.name == "probe")) else { return Ok(None) };
-        let mut module = std::ptr::null_mut();
-        // SAFETY: the image is PTX text that ends in zero; a context is current.
-        check(unsafe { sys::cuModuleLoadData(&mut module, source.ptx.as_ptr().cast()) }, "the probe's device code")?;
-        let blocks = context.card().multiprocessors * 8;
-        let mut reader = Reader { module, function: std::ptr::null_mut(), blocks, context: context.clone() };
-        // SAFETY: the module is loaded; the name ends in zero.
-        let found = unsafe { sys::cuModuleGetFunction(&mut reader.function, module, c"read_all".as_ptr()) };
-        check(found, "the probe's kernel")?;
-        Ok(Some(reader))
-    }
-
-    /// Queues a read of `bytes` bytes from `source`, both multiples of 16.
-    ///
-    /// # Safety
-    /// The device can read them, and write four bytes at `sink`, until the stream is done.
-    unsafe fn read(&self, stream: &Stream, source: u64, bytes: u64, sink: u64) -> Result<(), CudaError> {
-        let mut args = ProbeArgs { source, count: bytes / 16, sink };
-        let mut pointers = [std::ptr::from_mut(&mut args).cast::<c_void>()];
-        // SAFETY: the kernel takes one `ProbeArgs`; the rest is the caller's promise.
-        let launched = unsafe {
-            sys::cuLaunchKernel(
-                self.function,
-                self.blocks,
-                1,
-                1,
-                256,
-                1,
-                1,
-                0,
-                stream.raw(),
-                pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        };
-        check(launched, "the probe's kernel")
-    }
-}
-
-impl Drop for Reader {
-    fn drop(&mut self) {
-        if let Err(error) = self.context.bind() {
-            log::error!("{error}");
-            return;
-        }
-        // SAFETY: loaded once, unloaded once; every launch has been waited for.
-        log_failure(unsafe { sys::cuModuleUnload(self.module) }, "cuModuleUnload");
-    }
 }
 
 /// Bytes a second that the memory's clock and width allow: no figure of the card's memory can be above it.
@@ -202,47 +137,6 @@ impl Drop for Area {
             log::error!("{error}");
         }
     }
-}
-
-/// Bytes of pinned memory that [`link_speed`] copies from, at most.
-const LINK_BYTES: u64 = 32 << 20;
-
-/// The fastest link speed measured in this process, by card: the largest chunk it was measured with, and bytes a second.
-static LINKS: Mutex<BTreeMap<usize, (u64, f64)>> = Mutex::new(BTreeMap::new());
-
-/// Bytes a second that copies of up to 32 MiB from pinned memory reach. Measured once in a process for a card, and again only for
-/// larger chunks than before; takes a few milliseconds.
-///
-/// # Errors
-/// The driver's.
-pub fn link_speed(context: &Arc<Context>, stream: &Stream, to: u64, bytes: u64) -> Result<f64, CudaError> {
-    let chunk = bytes.min(LINK_BYTES);
-    let ordinal = context.card().ordinal;
-    let known = LINKS.lock().unwrap_or_else(PoisonError::into_inner).get(&ordinal).copied();
-    if let Some((_, speed)) = known.filter(|(measured, _)| *measured >= chunk) {
-        return Ok(speed);
-    }
-    context.bind()?;
-    let host = PinnedBuffer::new(context, chunk as usize)?;
-    // Enough copies that the first one's latency doesn't count.
-    let copies = (2 * LINK_BYTES).div_ceil(chunk.max(1)).min(64);
-    let (start, end) = (Event::timing(context)?, Event::timing(context)?);
-    let mut best = known.map_or(0.0, |k| k.1);
-    for round in 0..3 {
-        stream.record(&start)?;
-        for _ in 0..copies {
-            // SAFETY: the caller's ring has `bytes` bytes at `to`; both live until the stream was waited for.
-            unsafe { stream.copy_in(to, host.as_ptr(), chunk as usize) }?;
-        }
-        stream.record(&end)?;
-        stream.wait()?;
-        // The first round wakes the link up.
-        if round > 0 {
-            best = f64::max(best, (copies * chunk) as f64 / end.seconds_since(&start)?);
-        }
-    }
-    LINKS.lock().unwrap_or_else(PoisonError::into_inner).insert(ordinal, (chunk, best));
-    Ok(best)
 }
 
 /// Measures card `ordinal`. Takes about a second, 512 MiB of the card and 256 MiB of pinned memory for that time.

@@ -1,6 +1,7 @@
 //! The provider for devices `cuda:N`: everything a step reads in device memory, one captured graph a step.
 
 mod graphs;
+mod link;
 mod memory;
 mod open;
 mod programs;
@@ -12,8 +13,8 @@ use std::sync::Arc;
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, DeviceReport, ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram,
-    Ticket,
+    DeviceError, DeviceInfo, DeviceReport, LinkCeilings, ProgramId, Provider, RangeKind, Segment, StepInput,
+    StepOutput, StepProgram, Ticket,
 };
 
 use crate::arena::Arena;
@@ -26,6 +27,7 @@ use crate::host_memory::PinnedBuffer;
 use crate::launcher::Launcher;
 use crate::overhead::{Overhead, OverheadMeter};
 use crate::physical::CardMemory;
+use crate::reader::Reader;
 use crate::recorded::Recorded;
 use crate::regions::Regions;
 use crate::share::Share;
@@ -80,6 +82,8 @@ pub struct CudaProvider {
     clock: Clock,
     /// Bytes a second that the link carries, once it was measured.
     link: Option<f64>,
+    /// The kernel that reads in place, loaded for measuring.
+    reader: Option<Reader>,
     /// Times that something was unmapped: recorded programs are checked again after that.
     unmappings: u64,
     next_program: u64,
@@ -181,7 +185,7 @@ impl Provider for CudaProvider {
         let mapped = self
             .fence_and(&format!("{range:?}"), bytes, |arena, fenced| arena.resize(fenced, range_index(range), bytes))?;
         if range == RangeKind::Staging && bytes > 0 && self.link.is_none() {
-            self.measure_link(mapped);
+            self.measure_copies(mapped);
         }
         Ok(mapped)
     }
@@ -210,6 +214,16 @@ impl Provider for CudaProvider {
         self.context.bind().and_then(|()| PinnedBuffer::new(&self.context, 1)).map(drop).map_err(|e| {
             format!("{}: pinning is refused, so that kernels read no host memory in place: {e}", self.context.name())
         })
+    }
+
+    fn ready_link_ceilings(&mut self) -> Result<(), String> {
+        self.context.bind().map_err(|e| e.to_string())?;
+        self.ready_reader()
+    }
+
+    fn link_ceilings(&mut self) -> Result<LinkCeilings, String> {
+        self.context.bind().map_err(|e| e.to_string())?;
+        self.measure_both()
     }
 
     fn fallbacks(&self) -> Vec<String> {

@@ -6,7 +6,7 @@ use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 
 use crate::program::{Segment, StepProgram};
-use crate::report::DeviceReport;
+use crate::report::{DeviceReport, LinkCeilings};
 use crate::step::{StepInput, StepOutput};
 
 /// The separate address ranges of a device. Ranges never share a granule.
@@ -144,6 +144,23 @@ pub trait Provider: Send {
     /// Why they can't, in words for a user.
     fn reads_host_memory(&self) -> Result<(), String> {
         Err("this device's kernels read no host memory in place".to_string())
+    }
+
+    /// Loads what [`Provider::link_ceilings`] needs on the device: part of the fixed bytes from then on.
+    ///
+    /// # Errors
+    /// Why the link can't be measured, in words for a user.
+    fn ready_link_ceilings(&mut self) -> Result<(), String> {
+        Err("this device has no link that could be measured".to_string())
+    }
+
+    /// Measures the link, once it was readied, with what is mapped of the staging range, whose contents are lost. Takes
+    /// milliseconds, and some pinned memory of the host for that time.
+    ///
+    /// # Errors
+    /// Why it can't be measured, in words for a user.
+    fn link_ceilings(&mut self) -> Result<LinkCeilings, String> {
+        Err("this device has no link that could be measured".to_string())
     }
 
     /// What the device does in another way than it would, and why, a sentence each: a refused pinning, say. Empty if nothing

@@ -15,5 +15,5 @@ mod workspace;
 pub use check::check;
 pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Ticket};
 pub use program::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
-pub use report::{ClockReport, DeviceReport, GraphReport, PhysicalFigure, PhysicalSource, SourceReport};
+pub use report::{ClockReport, DeviceReport, GraphReport, LinkCeilings, PhysicalFigure, PhysicalSource, SourceReport};
 pub use step::{StepInput, StepOutput, Token, TokenRow};

@@ -22,6 +22,17 @@ pub struct PhysicalFigure {
     pub bytes: u64,
 }
 
+/// What the link to the host's memory was measured at, both ways in which cold weights come over it. Bytes a second.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkCeilings {
+    /// Copies into the device's memory.
+    pub copies: f64,
+    /// Reads in place by kernels.
+    pub in_place: f64,
+    /// What the device's own memory can be read at, at most; `None` where nobody knows.
+    pub memory: Option<f64>,
+}
+
 /// Recorded programs and their replays. Counts since the device was made, but for the gauges.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GraphReport {

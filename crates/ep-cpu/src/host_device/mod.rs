@@ -11,6 +11,7 @@
 mod check;
 mod copier;
 mod fault;
+mod link;
 mod memory;
 mod provider;
 mod ring;
@@ -69,6 +70,9 @@ pub struct HostOptions {
     pub shared_bytes: u64,
     /// Bytes per second of the link that slots are filled over; `None` for as fast as memory is.
     pub link: Option<u64>,
+    /// Bytes per second at which kernels read the host's memory in place, by the word of the device, which holds nobody up; `None`
+    /// for as fast as memory is. Means something where `link` is given. A test instrument.
+    pub in_place: Option<u64>,
     /// False to refuse kernels the host's memory in place, as a card's driver does where pinning is refused.
     pub pinning: bool,
 }
@@ -85,6 +89,7 @@ impl Default for HostOptions {
             memory_key: None,
             shared_bytes: 0,
             link: None,
+            in_place: None,
             pinning: true,
         }
     }

@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    ClockReport, DeviceError, DeviceInfo, DeviceReport, Instr, Op, PhysicalFigure, PhysicalSource, Place, ProgramId,
-    Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
+    ClockReport, DeviceError, DeviceInfo, DeviceReport, Instr, LinkCeilings, Op, PhysicalFigure, PhysicalSource, Place,
+    ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
 };
 
 use super::check::{Needs, check, ring_fits};
 use super::copier::{CopyList, Job, Staging};
 use super::fault::FaultPoint;
+use super::link::NO_LINK;
 use super::memory::DeviceMemory;
 use super::ring::Running;
 use super::source::{DeviceWeights, weight_bytes};
@@ -112,6 +113,18 @@ impl Provider for HostDevice {
             true => Ok(()),
             false => Err(PINNING_REFUSED.to_string()),
         }
+    }
+
+    fn ready_link_ceilings(&mut self) -> Result<(), String> {
+        match self.options.link {
+            Some(_) => Ok(()),
+            None => Err(NO_LINK.to_string()),
+        }
+    }
+
+    fn link_ceilings(&mut self) -> Result<LinkCeilings, String> {
+        let link = self.options.link.ok_or(NO_LINK)?;
+        self.measured_link(link)
     }
 
     fn fallbacks(&self) -> Vec<String> {

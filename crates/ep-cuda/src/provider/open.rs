@@ -72,6 +72,7 @@ impl CudaProvider {
             counters: GraphCounters::default(),
             clock: Clock::default(),
             link: None,
+            reader: None,
             unmappings: 0,
             next_program: 0,
             in_flight: VecDeque::new(),

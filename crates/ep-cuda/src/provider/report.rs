@@ -4,26 +4,11 @@ use headrace_provider::{
     ClockReport, DeviceReport, GraphReport, PhysicalFigure, PhysicalSource, RangeKind, SourceReport,
 };
 
-use crate::probe::{link_speed, memory_peak};
+use crate::probe::memory_peak;
 
-use super::{CudaProvider, FIXED, RANGES, SCRATCH, STATE, range_index};
+use super::{CudaProvider, FIXED, RANGES, SCRATCH, STATE};
 
 impl CudaProvider {
-    /// Measures the link once in a process, into the `bytes` of a ring that was just mapped and holds nothing yet. A failure is no
-    /// reason not to stream: the ceiling stays unknown.
-    pub(super) fn measure_link(&mut self, bytes: u64) {
-        let staging = self.arena.address(range_index(RangeKind::Staging), 0, bytes).map_err(|e| e.to_string());
-        let measured = staging
-            .and_then(|to| link_speed(&self.context, &self.streams.copy, to, bytes).map_err(|error| error.to_string()));
-        match measured {
-            Ok(speed) => {
-                log::info!("{}: the link carries {:.1} GB/s", self.context.name(), speed / 1e9);
-                self.link = Some(speed);
-            }
-            Err(error) => log::warn!("{}: the link can't be measured: {error}", self.context.name()),
-        }
-    }
-
     /// What [`headrace_provider::Provider::fixed_bytes`] consists of.
     pub(super) fn fixed_parts(&self) -> Vec<(&'static str, u64)> {
         vec![
