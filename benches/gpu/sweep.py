@@ -4,7 +4,7 @@
 
 Parts: `identity` (small models against the CPU: every mode, layout and policy at two limits, twice in a row), `limits` (a large
 model from 100% to 10% of its weights, by mode), `policies` (the static schedule against every policy), `layouts` (both of KV, by
-mode), `growth` (one position to the whole context under a limit that held everything), `total` (where each byte of a limit goes),
+mode), `choice` (`auto` beside what it chooses from), `growth` (one position to the whole context under a limit that held everything), `total` (where each byte of a limit goes),
 `checksum` (all weights after many steps). A wrong token ends the run before anything is timed. `sweep.json` holds everything;
 tables come last, `sweep.svg` if matplotlib is there.
 """
@@ -29,7 +29,7 @@ from headrace._options import POLICIES
 from run import limits_of
 
 Row = dict[str, Any]
-PARTS = ("identity", "limits", "policies", "layouts", "growth", "total", "checksum")
+PARTS = ("identity", "limits", "policies", "layouts", "choice", "growth", "total", "checksum")
 SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
 NEW = 12
 """Tokens of a comparison with the CPU."""
@@ -220,6 +220,26 @@ def layouts(sweep: Sweep, path: Path, shares: list[float]) -> None:
                 del engine
 
 
+def choice(sweep: Sweep, path: Path, steps: int, shares: list[float]) -> None:
+    """`auto` beside the modes that it chooses from, under the same limits: what it says of them, and what steps take."""
+    base: Row = {"max_context": 512, "max_batch": 1, "prefill_chunk": 64}
+    total = weights(path)
+    minimum, everything = limits(sweep, path, placement="auto", **base)
+    for share in shares:
+        limit = max(minimum, int(everything - total * (1 - share)))
+        took, said = dict[str, float](), ""
+        for mode in ("auto", "stream", "hybrid"):
+            engine = sweep.load(path, vram_limit=limit, placement=mode, **base)
+            row = floored(sweep, timed(engine, steps), total)
+            chosen = engine.stats().placement
+            assert chosen is not None
+            took[mode], said = row["step_ms"], said or chosen.mode
+            sweep.add("choice", {"share": share, "asked_for": mode, "mode": chosen.mode, "reason": chosen.reason, **row, **books(engine)})
+            del engine
+        other = "hybrid" if said == "stream" else "stream"
+        assert took["auto"] <= 1.02 * took[other], f"auto chose {said} at {limit:,}: {took}"
+
+
 def policies(sweep: Sweep, path: Path, steps: int, share: float) -> None:
     """The static schedule and every policy at the same limit: bytes moved and tokens a second."""
     base: Row = {"max_context": 512, "max_batch": 1, "prefill_chunk": 16}
@@ -319,6 +339,7 @@ def parts_of(a: argparse.Namespace, sweep: Sweep) -> Iterator[tuple[str, Any]]:
         "total": lambda: total(sweep, a.model, a.limits, a.context, 4 * a.steps),
         "policies": lambda: [policies(sweep, a.model, a.policy_steps, share) for share in a.policy_shares],
         "layouts": lambda: layouts(sweep, a.model, a.policy_shares),
+        "choice": lambda: choice(sweep, a.model, a.steps, a.choice_shares),
         "growth": lambda: growth(sweep, a.model, a.context),
         "checksum": lambda: checksum(sweep, a.model, a.checksum_steps),
     }
@@ -337,6 +358,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps of a run")
     parser.add_argument("--policy-steps", type=int, default=6)
     parser.add_argument("--policy-shares", type=float, nargs="*", default=[0.5, 0.25], help="shares of the weights, for `policies` and `layouts`")
+    parser.add_argument("--choice-shares", type=float, nargs="*", default=[0.99, 0.95, 0.5], help="shares of the weights, for `choice`")
     parser.add_argument("--checksum-steps", type=int, default=1000)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--limits", nargs="*", default=["8GiB", "6GiB"], help="limits over everything, for the part `total`")

@@ -53,6 +53,16 @@ def _growth(result: Result) -> str:
     return _table("Growth", head, rows)
 
 
+def _choice(result: Result) -> str:
+    rows = [
+        [f"{r['limit']:,}", r["asked_for"], r["mode"], f"{r['streamed']:,.0f}", f"{r['host_mapped']:,.0f}", f"{r['step_ms']:.2f}"]
+        for r in result.get("choice", ())
+    ]
+    head = ["limit, bytes", "asked for", "mode", "copied a step", "read in place", "step, ms"]
+    reasons = [f"\n{r['limit']:,}: {r['reason']}" for r in result.get("choice", ()) if r["asked_for"] == "auto"]
+    return "\n".join([_table("What auto chose", head, rows), *reasons])
+
+
 def _total(result: Result) -> str:
     text = ""
     for r in result["total"]:
@@ -74,7 +84,7 @@ def tables(result: Result) -> str:
         lines.append(f"{len(result['identity'])} comparisons with the CPU, two generations each: no token differs")
     if result.get("layouts"):
         lines.append(f"{len(result['layouts'])} layouts, modes and limits against the resident run, two generations each: no token differs")
-    lines += [part(result) for part in (_limits, _policies, _growth, _total)]
+    lines += [part(result) for part in (_limits, _policies, _choice, _growth, _total)]
     for r in result["checksum"]:
         lines.append(f"\n{r['steps']} steps: {r['changed']} of {r['pieces']} resident pieces have changed, {r['cold']} were cold")
     if result["failed"]:

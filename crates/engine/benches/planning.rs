@@ -44,14 +44,15 @@ fn planning(c: &mut Criterion) {
         slots: 4,
         mode: PlacementMode::Stream,
         mapped_budget: 0,
+        link: headrace_engine::auto::Link::Unmeasured,
         headroom: 0,
     };
     let needs = DeviceNeeds { fixed: GRANULE, ..DeviceNeeds::default() };
-    let plan = MemoryPlan::new(&layout, GRANULE, needs.clone(), &sizes).expect("half of the weights fit");
+    let plan = MemoryPlan::new(&layout, GRANULE, &needs, &sizes).expect("half of the weights fit");
     assert!(plan.placement.cold().count() > 100);
     c.bench_function("cut 1,009 tensors into pieces", |b| b.iter(|| PieceLayout::new(black_box(&model), target)));
     c.bench_function("plan them at half of their bytes", |b| {
-        b.iter(|| MemoryPlan::new(black_box(&layout), GRANULE, needs.clone(), &sizes).map(|p| p.ring_bytes));
+        b.iter(|| MemoryPlan::new(black_box(&layout), GRANULE, &needs, &sizes).map(|p| p.ring_bytes));
     });
     c.bench_function("write the step program", |b| {
         b.iter(|| Schedule::new(&model, &options, black_box(&layout), &plan.placement, plan.ring, 0));

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use headrace_memory_governor::{Holder, HolderSpec, Lease, Report, Role, Source};
-use headrace_provider::{DeviceReport, PhysicalSource, RangeKind, StepInput, Ticket};
+use headrace_provider::{DeviceReport, LinkCeilings, PhysicalSource, RangeKind, StepInput, Ticket};
 
 use crate::books::{Member, Others};
 use crate::error::{EngineError, Result};
@@ -44,6 +44,9 @@ fn record(member: &Member, weights: &PagedWeights) -> Result<()> {
     own.map_or(Ok(()), |figure| member.record_mapped(figure.bytes.next_multiple_of(weights.granule())))
 }
 
+/// Makes the plan anew, under the same limit, of what the link was measured at, or why it can't be measured.
+pub type Replan<'a> = dyn FnMut(std::result::Result<LinkCeilings, String>) -> Result<MemoryPlan> + 'a;
+
 /// A device's memory under one limit.
 pub struct Budget {
     /// Engines that had left the books when the weights last took what is free.
@@ -68,24 +71,35 @@ impl Drop for Budget {
 
 impl Budget {
     /// Takes what `plan` needs from the beginning, and makes as many weights resident as fit. `plan` counts what others have in
-    /// the books of `member`, whose limit becomes the plan's.
+    /// the books of `member`, whose limit becomes the plan's. Before any weight is placed, `replan` makes another plan under
+    /// the same limit of what the link measures, if it is given.
     ///
     /// # Errors
     /// The device's; the governor's, if another user of the pool took what the plan counted on. The limit is as before then.
-    pub fn new(weights: PagedWeights, plan: MemoryPlan, member: Member) -> Result<Budget> {
+    pub fn new(
+        weights: PagedWeights,
+        plan: MemoryPlan,
+        member: Member,
+        replan: Option<&mut Replan<'_>>,
+    ) -> Result<Budget> {
         let books = member.books().clone();
         let before = books.limit();
         if plan.breakdown.limit != before {
             books.set_limit(plan.breakdown.limit)?;
         }
-        Budget::take_part(weights, plan, member).inspect_err(|_| {
+        Budget::take_part(weights, plan, member, replan).inspect_err(|_| {
             if let Err(error) = books.set_limit(before) {
                 log::error!("the limit can't be changed back to {before} bytes: {error}");
             }
         })
     }
 
-    fn take_part(mut weights: PagedWeights, plan: MemoryPlan, member: Member) -> Result<Budget> {
+    fn take_part(
+        mut weights: PagedWeights,
+        plan: MemoryPlan,
+        member: Member,
+        replan: Option<&mut Replan<'_>>,
+    ) -> Result<Budget> {
         let member = Arc::new(member);
         let unmanaged = plan.choice.mode == PlacementMode::Unmanaged.name();
         let holder = |spec: HolderSpec| {
@@ -108,6 +122,7 @@ impl Budget {
         let mut held = vec![other.reserve(plan.fixed)?.commit(), graphs.reserve(plan.graphs)?.commit()];
         let reservation = space.reserve(plan.workspace)?;
         weights.provider_mut().resize(RangeKind::Workspace, plan.workspace)?;
+        weights.set_mapped_budget(plan.choice.host_mapped_budget);
         held.push(reservation.commit());
         let weights = Arc::new(Mutex::new(weights));
         let give_way = Arc::new(GiveWay {
@@ -130,10 +145,25 @@ impl Budget {
             plan,
             member,
         };
+        if let Some(replan) = replan {
+            let plan = replan(budget.measure_link()?)?;
+            budget.set_terms(&plan)?;
+            budget.plan = plan;
+        }
         budget.promote(EpochReason::Load)?;
         budget.fit_ring()?;
         budget.observe()?;
         Ok(budget)
+    }
+
+    /// What the link carries, measured with the ring in place, which holds nothing yet. The inner error is the device's word why
+    /// it can't be measured.
+    fn measure_link(&mut self) -> Result<std::result::Result<LinkCeilings, String>> {
+        let reservation = self.holders.staging.reserve(self.plan.full_ring_bytes())?;
+        self.weights().set_ring(self.plan.ring)?;
+        reservation.commit_into(&mut self.staging_lease)?;
+        self.observe()?;
+        Ok(self.weights().measure_link())
     }
 
     /// The weights, for one operation.
@@ -260,7 +290,9 @@ impl Budget {
 
     fn set_terms(&self, plan: &MemoryPlan) -> Result<()> {
         self.holders.staging.set_terms(0, plan.ring_bytes)?;
-        Ok(self.holders.kv.set_terms(plan.buckets.floor().bytes, plan.buckets.max().bytes)?)
+        self.holders.kv.set_terms(plan.buckets.floor().bytes, plan.buckets.max().bytes)?;
+        self.weights().set_mapped_budget(plan.choice.host_mapped_budget);
+        Ok(())
     }
 
     /// Makes as many weights resident as free bytes allow.

@@ -9,8 +9,9 @@ use headrace_provider::{
     DeviceError, DeviceInfo, DeviceReport, ProgramId, Provider, RangeKind, StepInput, StepOutput, Ticket,
 };
 
-use crate::books::{Books, Others};
-use crate::budget::Budget;
+use crate::auto::{self, Link};
+use crate::books::Books;
+use crate::budget::{Budget, Replan};
 use crate::dynamic::policy_limits;
 use crate::error::{EngineError, Result};
 use crate::laps::Laps;
@@ -18,13 +19,16 @@ use crate::layout::PieceLayout;
 use crate::mode::PlacementMode;
 use crate::options::EngineOptions;
 use crate::paged::{PagedCounters, PagedWeights};
-use crate::placement::Placement;
-use crate::plan::{DeviceNeeds, MemoryPlan, MemoryReport, Sizes};
+use crate::plan::{MemoryPlan, MemoryReport, Sizes};
 use crate::program;
 use crate::residency::pins::pinned_pieces;
 use crate::residency::simulate::Scenario;
-use crate::schedule::{Ring, Schedule};
+use crate::schedule::Ring;
 use crate::trade::Trade;
+
+mod needs;
+
+use needs::{check_in_place, device_needs, plan_under};
 
 /// A model's home.
 pub(crate) enum Home {
@@ -77,17 +81,17 @@ impl Home {
         mut provider: Box<dyn Provider>,
         model: &Arc<ModelSpec>,
         options: &EngineOptions,
-        sizes: Sizes,
+        mut sizes: Sizes,
         laps: &mut Laps,
     ) -> Result<Home> {
-        check_in_place(provider.as_ref(), options)?;
+        check_in_place(provider.as_ref(), options, &mut sizes)?;
         provider.attach(model.clone(), sizes.geometry)?;
         laps.end("attach");
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let mut weights = PagedWeights::new(provider, model.clone(), options.clone(), target)?;
         let layout = weights.schedule_layout().clone();
-        let mut needs = device_needs(weights.provider_mut(), model, options, &layout)?;
+        let mut needs = device_needs(weights.provider_mut(), model, options, &layout, &mut sizes)?;
         laps.end("kernels");
         // An engine without a limit has no part in anybody's.
         let key = weights.provider().memory_key().filter(|_| sizes.mode != PlacementMode::Unmanaged);
@@ -95,9 +99,15 @@ impl Home {
         let joining = books.joining();
         let member = books.join();
         needs.others = books.others(Some(&member));
-        let plan = MemoryPlan::new(weights.schedule_layout(), info.granule, needs, &sizes)?;
+        let plan = MemoryPlan::new(&layout, info.granule, &needs, &sizes)?;
         laps.end("plan");
-        let budget = Box::new(Budget::new(weights, plan, member)?);
+        let measures = auto::depends_on_link(&plan, &sizes);
+        let mut replan = |measured| {
+            sizes.link = Link::of(measured);
+            MemoryPlan::new(&layout, info.granule, &needs, &sizes)
+        };
+        let replan = measures.then_some(&mut replan as &mut Replan<'_>);
+        let budget = Box::new(Budget::new(weights, plan, member, replan)?);
         laps.end("weights");
         drop(joining);
         Ok(Home::Paged { budget, sizes })
@@ -108,17 +118,17 @@ impl Home {
         mut provider: Box<dyn Provider>,
         model: &Arc<ModelSpec>,
         options: &EngineOptions,
-        sizes: &Sizes,
+        mut sizes: Sizes,
         length: usize,
     ) -> Result<(MemoryReport, Trade)> {
-        check_in_place(provider.as_ref(), options)?;
+        check_in_place(provider.as_ref(), options, &mut sizes)?;
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
-        let mut needs = device_needs(provider.as_mut(), model, options, &layout)?;
+        let mut needs = device_needs(provider.as_mut(), model, options, &layout, &mut sizes)?;
         needs.others = Books::others_of(provider.memory_key().as_deref());
-        let plan = MemoryPlan::new(&layout, info.granule, needs, sizes)?;
-        Ok((MemoryReport::of(model, &layout, &plan, &plan.placement), Trade::new(&layout, &plan, sizes, length)))
+        let plan = MemoryPlan::new(&layout, info.granule, &needs, &sizes)?;
+        Ok((MemoryReport::of(model, &layout, &plan, &plan.placement), Trade::new(&layout, &plan, &sizes, length)))
     }
 
     /// What a residency policy would have to work with, without mapping anything.
@@ -126,15 +136,15 @@ impl Home {
         mut provider: Box<dyn Provider>,
         model: &Arc<ModelSpec>,
         options: &EngineOptions,
-        sizes: &Sizes,
+        mut sizes: Sizes,
     ) -> Result<Scenario> {
         provider.attach(model.clone(), sizes.geometry)?;
         let info = provider.info();
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let schedule = PieceLayout::new(model, target);
-        let mut needs = device_needs(provider.as_mut(), model, options, &schedule)?;
+        let mut needs = device_needs(provider.as_mut(), model, options, &schedule, &mut sizes)?;
         needs.others = Books::others_of(provider.memory_key().as_deref());
-        let plan = MemoryPlan::new(&schedule, info.granule, needs, sizes)?;
+        let plan = MemoryPlan::new(&schedule, info.granule, &needs, &sizes)?;
         let layout = Arc::new(PieceLayout::by_tensor(model, target));
         Ok(Scenario {
             limits: policy_limits(&schedule, info.granule, plan.weights_bytes, options.policy_budget),
@@ -314,15 +324,7 @@ impl Home {
             Home::Paged { sizes, .. } if sizes.mode == PlacementMode::Unmanaged => {
                 Err(EngineError::argument("vram_limit", limit, "placement = unmanaged enforces no limit"))
             }
-            Home::Paged { budget, sizes } => {
-                let weights = budget.weights();
-                // What is recorded by now is part of the device's own figure; what the plan set aside for it is not less.
-                let plan = budget.plan();
-                let fixed = plan.fixed.max(weights.provider().fixed_bytes());
-                let others = budget.others();
-                let needs = DeviceNeeds { context: plan.context, others, fixed, graphs: plan.graphs };
-                MemoryPlan::new(weights.schedule_layout(), weights.granule(), needs, &Sizes { limit, ..sizes.clone() })
-            }
+            Home::Paged { budget, sizes } => plan_under(budget, sizes, limit),
         }
     }
 
@@ -335,8 +337,17 @@ impl Home {
             Home::InPlace { .. } => Ok(()),
             Home::Paged { budget, sizes } => {
                 let limit = plan.breakdown.limit;
+                let measures = auto::depends_on_link(&plan, sizes);
                 budget.set_plan(plan)?;
                 sizes.limit = limit;
+                // A model that fitted until now: only now is there a ring to measure with.
+                if measures && budget.weights().ring() != Ring::default() {
+                    sizes.link = Link::of(budget.weights().measure_link());
+                    let measured = plan_under(budget, sizes, limit).and_then(|plan| budget.set_plan(plan));
+                    if let Err(error) = measured {
+                        log::warn!("the limit is changed; what is cold goes on being copied: {error}");
+                    }
+                }
                 Ok(())
             }
         }
@@ -346,38 +357,4 @@ impl Home {
     pub(crate) fn report(&self, device: &DeviceReport) -> Result<Option<Report>> {
         self.budget().map(|budget| budget.report(device)).transpose()
     }
-}
-
-/// Refuses a mode that reads host memory in place on a device that can't.
-fn check_in_place(provider: &dyn Provider, options: &EngineOptions) -> Result<()> {
-    match provider.reads_host_memory() {
-        Err(why) if options.placement.reads_in_place() => {
-            Err(EngineError::argument("placement", options.placement.name(), why))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Bytes that the device takes for itself: now, and once the step program is recorded.
-fn device_needs(
-    provider: &mut dyn Provider,
-    model: &ModelSpec,
-    options: &EngineOptions,
-    layout: &PieceLayout,
-) -> Result<DeviceNeeds> {
-    let resident = Placement::all_resident(layout);
-    let step = Schedule::new(model, options, layout, &resident, Ring::default(), 0).step;
-    // A step and its prologue; or, under a policy, one for each piece where it is resident, and one where it is in a slot.
-    let programs = match options.policy {
-        None => 2,
-        Some(_) => {
-            let target = options.piece_bytes.unwrap_or(provider.info().piece_bytes);
-            2 * PieceLayout::by_tensor(model, target).pieces.len() as u64
-        }
-    };
-    // In this order: the program's code is part of the fixed bytes once it is loaded.
-    let program = provider.program_bytes(&step, programs)?;
-    let fixed = provider.fixed_bytes() + program;
-    let context = provider.shared_bytes();
-    Ok(DeviceNeeds { context, others: Others::default(), fixed, graphs: provider.graph_allowance() })
 }

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod auto;
 pub mod books;
 pub mod budget;
 mod dynamic;

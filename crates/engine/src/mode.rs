@@ -5,7 +5,8 @@ use serde::Serialize;
 /// How weights are placed. No mode changes a token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum PlacementMode {
-    /// Everything resident if it fits beside all KV, else streamed; the plan says which, and why.
+    /// Everything resident if it fits beside all KV; else streamed, or read in place where that is measured to be faster. The
+    /// plan says which, and why.
     #[default]
     Auto,
     /// Everything resident, for good; a limit that can't hold it is refused.
@@ -46,6 +47,11 @@ impl PlacementMode {
     /// True if kernels may read cold weights in place.
     pub const fn reads_in_place(self) -> bool {
         matches!(self, PlacementMode::ZeroCopy | PlacementMode::Hybrid)
+    }
+
+    /// True if kernels may come to read cold weights in place: `auto` chooses.
+    pub const fn may_read_in_place(self) -> bool {
+        matches!(self, PlacementMode::Auto) || self.reads_in_place()
     }
 
     /// True if cold weights may go through the staging ring.
@@ -91,8 +97,8 @@ pub struct PlacementChoice {
     pub mode: String,
     /// The mode that was asked for.
     pub asked_for: String,
-    /// Why this mode, with the figures that decided; in stats also what this machine's link was measured at, if it was and the
-    /// mode streams.
+    /// Why this mode, with the figures that decided: in `auto` what this machine's link was measured at, both ways. In stats the
+    /// speed of copies stands here for a mode that was asked for and streams, too.
     pub reason: String,
     /// Bytes that a step may read in place; 0 in modes that read nothing in place.
     pub host_mapped_budget: u64,
@@ -101,10 +107,11 @@ pub struct PlacementChoice {
 }
 
 impl PlacementChoice {
-    /// With what the link was measured at, in bytes a second, behind the reason of a mode that streams; `None` where nothing
-    /// was measured.
+    /// With what the link was measured at, in bytes a second, behind the reason of a mode that streams and was asked
+    /// for; `None` where nothing was measured.
     pub(crate) fn with_link(mut self, measured: Option<f64>) -> PlacementChoice {
-        let streams = PlacementMode::ALL.iter().any(|mode| mode.streams() && mode.name() == self.mode);
+        let asked_for = |mode: &PlacementMode| mode.name() == self.mode && self.mode == self.asked_for;
+        let streams = PlacementMode::ALL.iter().any(|mode| mode.streams() && asked_for(mode));
         if let Some(speed) = measured.filter(|_| streams) {
             self.reason += &format!("; this link was measured at {:.1} GB/s", speed / 1e9);
         }

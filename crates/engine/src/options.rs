@@ -39,7 +39,8 @@ pub struct EngineOptions {
     pub vram_limit: Option<u64>,
     /// Where weights are read from.
     pub placement: PlacementMode,
-    /// Bytes of weights that a step may read in place; `None` for the platform's default. Only for modes that read in place.
+    /// Bytes of weights that a step may read in place; `None` for the platform's default. Only for modes that may read in place;
+    /// 0 keeps `auto` from it.
     pub host_mapped_budget: Option<u64>,
     /// Bytes that stay free below the limit; `None` for the platform's default.
     pub headroom: Option<u64>,
@@ -122,9 +123,9 @@ impl EngineOptions {
         self.steps_in_flight.unwrap_or(if cold { 1 } else { 2 })
     }
 
-    /// Bytes of weights that a step may read in place.
+    /// Bytes of weights that a step may read in place; in `auto`, if it chooses to, and never under a policy.
     pub fn host_mapped_bytes(&self) -> u64 {
-        match self.placement.reads_in_place() {
+        match self.placement.may_read_in_place() && self.policy.is_none() {
             true => self.host_mapped_budget.unwrap_or_else(|| default_host_mapped_budget(platform())),
             false => 0,
         }
@@ -142,8 +143,9 @@ impl EngineOptions {
     fn check_placement(&self) -> Result<()> {
         let mode = self.placement;
         let refuse = |name, value: &dyn ToString, what: &str| Err(EngineError::argument(name, value.to_string(), what));
-        if let Some(bytes) = self.host_mapped_budget.filter(|_| !mode.reads_in_place()) {
-            return refuse("host_mapped_budget", &bytes, "only placement = zero-copy and hybrid read weights in place");
+        if let Some(bytes) = self.host_mapped_budget.filter(|_| !mode.may_read_in_place()) {
+            let what = "only placement = auto, zero-copy and hybrid may read weights in place";
+            return refuse("host_mapped_budget", &bytes, what);
         }
         if self.policy.is_some() && !matches!(mode, PlacementMode::Auto | PlacementMode::Stream) {
             return refuse("placement", &mode.name(), "a policy decides placement itself: leave it at auto or stream");

@@ -8,7 +8,7 @@ mod steps;
 use std::sync::Arc;
 
 use headrace_model::ModelSpec;
-use headrace_provider::{DeviceError, Provider, RangeKind, StepOutput};
+use headrace_provider::{DeviceError, LinkCeilings, Provider, RangeKind, StepOutput};
 
 use crate::dynamic::Dynamic;
 use crate::error::Result;
@@ -74,7 +74,7 @@ impl PagedWeights {
             dynamic = Some(Box::new(Dynamic::new(&model, &options, kind, pieces, schedule, granule)?));
         }
         Ok(PagedWeights {
-            mapped_budget: options.host_mapped_bytes(),
+            mapped_budget: 0,
             granule,
             provider,
             model,
@@ -207,6 +207,23 @@ impl PagedWeights {
     /// True if some pieces are cold: the next step streams them, or reads them in place on the host.
     pub fn has_cold(&self) -> bool {
         self.placement.cold().next().is_some()
+    }
+
+    /// From the next step on, kernels read up to `bytes` of cold weights in place.
+    pub fn set_mapped_budget(&mut self, bytes: u64) {
+        if bytes != self.mapped_budget {
+            self.end_epoch(self.reason);
+            self.mapped_budget = bytes;
+        }
+    }
+
+    /// What the link carries, measured with the ring; what that held is lost. Nothing is in flight.
+    ///
+    /// # Errors
+    /// Why it can't be measured, in words for a user.
+    pub fn measure_link(&mut self) -> std::result::Result<LinkCeilings, String> {
+        self.end_epoch(self.reason);
+        self.provider.link_ceilings()
     }
 
     /// Maps or unmaps the ring, once its bytes are granted.

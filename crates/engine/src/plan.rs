@@ -6,6 +6,7 @@ use headrace_kv::{Buckets, KvGeometry};
 use headrace_model::ModelSpec;
 use serde::Serialize;
 
+use crate::auto::{self, Link};
 use crate::books::Others;
 use crate::error::{EngineError, Result};
 use crate::layout::PieceLayout;
@@ -103,8 +104,10 @@ pub struct Sizes {
     pub slots: u32,
     /// Where cold weights may be read from.
     pub mode: PlacementMode,
-    /// Bytes of weights that a step may read in place.
+    /// Bytes of weights that a step may read in place; in `auto`, if it chooses to.
     pub mapped_budget: u64,
+    /// What `auto` knows of the link.
+    pub link: Link,
     /// Bytes that stay free below the limit.
     pub headroom: u64,
 }
@@ -142,6 +145,8 @@ pub struct MemoryPlan {
     pub weights_bytes: u64,
     /// What is resident then.
     pub placement: Placement,
+    /// True if everything stays resident whatever KV takes.
+    pub never_cold: bool,
 }
 
 impl MemoryPlan {
@@ -149,7 +154,21 @@ impl MemoryPlan {
     ///
     /// # Errors
     /// [`EngineError::Budget`] with the breakdown if the limit can't work.
-    pub fn new(layout: &PieceLayout, granule: u64, device: DeviceNeeds, sizes: &Sizes) -> Result<MemoryPlan> {
+    pub fn new(layout: &PieceLayout, granule: u64, device: &DeviceNeeds, sizes: &Sizes) -> Result<MemoryPlan> {
+        match sizes.mode {
+            PlacementMode::Auto => auto::plan(layout, granule, device, sizes),
+            _ => MemoryPlan::with_budget(layout, granule, device, sizes, sizes.mapped_budget),
+        }
+    }
+
+    /// As [`MemoryPlan::new`], the mode taken as it is, with `mapped_budget` bytes of weights that a step may read in place.
+    pub(crate) fn with_budget(
+        layout: &PieceLayout,
+        granule: u64,
+        device: &DeviceNeeds,
+        sizes: &Sizes,
+        mapped_budget: u64,
+    ) -> Result<MemoryPlan> {
         let up = |bytes: u64| bytes.next_multiple_of(granule);
         let (fixed, graphs, workspace) = (up(device.fixed), up(device.graphs), up(sizes.workspace));
         let (context, others) = (up(device.context), device.others.bytes);
@@ -163,7 +182,7 @@ impl MemoryPlan {
         let full_ring = if mode.streams() { up(u64::from(ring.slots) * ring.slot_bytes) } else { 0 };
         // Weights that have to be resident whatever KV takes. A ring that takes more than all weights together buys nothing.
         let must = match mode {
-            PlacementMode::ZeroCopy => Placement::with_cold(layout, sizes.mapped_budget).mapped_bytes(layout, granule),
+            PlacementMode::ZeroCopy => Placement::with_cold(layout, mapped_budget).mapped_bytes(layout, granule),
             _ if mode.streams() && full_ring < all_bytes => 0,
             _ => all_bytes,
         };
@@ -193,7 +212,7 @@ impl MemoryPlan {
         let without_weights: u64 = needs.iter().map(|n| n.bytes).sum();
         let whole = without_weights.saturating_add(all_bytes) <= sizes.limit;
         if mode == PlacementMode::ZeroCopy && must < all_bytes {
-            let why = format!("all but host_mapped_budget = {} bytes, which are read in place", sizes.mapped_budget);
+            let why = format!("all but host_mapped_budget = {mapped_budget} bytes, which are read in place");
             needs.push(Need::new("weights", must, why));
         } else if whole || must > 0 {
             needs.push(Need::new("weights", all_bytes, "all of them"));
@@ -216,26 +235,14 @@ impl MemoryPlan {
         let buckets = kv_buckets(one, want, page_bytes, granule, elastic)?;
         let never_cold = own + buckets.max().bytes + all_bytes <= usable;
         let ring_bytes = if never_cold { 0 } else { ring_room };
-        let room = usable - own - buckets.floor().bytes;
-        // Where everything cold is read in place there is no ring, and its bytes are free as long as that is so.
-        let without_ring = Placement::within(layout, granule, room.min(all_bytes));
-        let (weights_bytes, placement) = match without_ring.streams(layout, sizes.mapped_budget) {
-            false => (room.min(all_bytes), without_ring),
-            true => {
-                let bytes = room.saturating_sub(ring_room);
-                (bytes, Placement::within(layout, granule, bytes))
-            }
-        };
-        let largest = own + headroom + buckets.max().bytes + all_bytes;
-        let (in_force, reason) = choose(sizes, largest, buckets.max().bytes, never_cold);
         let choice = PlacementChoice {
-            mode: in_force.name().to_string(),
+            mode: mode.name().to_string(),
             asked_for: mode.name().to_string(),
-            reason,
-            host_mapped_budget: sizes.mapped_budget,
+            reason: "asked for".to_string(),
+            host_mapped_budget: mapped_budget,
             headroom,
         };
-        Ok(MemoryPlan {
+        let mut plan = MemoryPlan {
             breakdown,
             granule,
             context,
@@ -249,35 +256,38 @@ impl MemoryPlan {
             headroom,
             choice,
             buckets,
-            weights_bytes,
-            placement,
-        })
+            weights_bytes: 0,
+            placement: all,
+            never_cold,
+        };
+        (plan.weights_bytes, plan.placement) = plan.beside(layout, plan.buckets.floor().bytes);
+        Ok(plan)
+    }
+
+    /// Bytes of granules that weights may take while KV has a capacity of `kv` bytes, and what is resident then.
+    fn beside(&self, layout: &PieceLayout, kv: u64) -> (u64, Placement) {
+        let all = Placement::all_resident(layout).mapped_bytes(layout, self.granule);
+        let room = self.for_weights_and_kv.saturating_sub(kv);
+        // Where everything cold is read in place there is no ring, and its bytes are free as long as that is so.
+        let without_ring = Placement::within(layout, self.granule, room.min(all));
+        match without_ring.streams(layout, self.choice.host_mapped_budget) {
+            false => (room.min(all), without_ring),
+            true => {
+                let bytes = room.saturating_sub(self.ring_room);
+                (bytes, Placement::within(layout, self.granule, bytes))
+            }
+        }
+    }
+
+    /// What is resident while KV has a capacity of `kv` bytes.
+    pub fn placement_beside(&self, layout: &PieceLayout, kv: u64) -> Placement {
+        self.beside(layout, kv).1
     }
 
     /// Bytes of the ring when it is there, whole granules.
     pub fn full_ring_bytes(&self) -> u64 {
         (u64::from(self.ring.slots) * self.ring.slot_bytes).next_multiple_of(self.granule)
     }
-}
-
-/// The mode in force and the reason, figures included. `auto` is never zero-copy or hybrid: reads in place use less of the
-/// link than copies do wherever both were measured.
-///
-/// `largest` is what everything takes, in bytes, when KV has the `kv` bytes that it may take at most.
-fn choose(sizes: &Sizes, largest: u64, kv: u64, never_cold: bool) -> (PlacementMode, String) {
-    if sizes.mode != PlacementMode::Auto {
-        return (sizes.mode, "asked for".to_string());
-    }
-    let limit = sizes.limit;
-    if never_cold {
-        let what = format!("all weights fit beside the most that KV may take, {kv} bytes: {largest} of {limit} bytes");
-        return (PlacementMode::Resident, what);
-    }
-    let what = format!(
-        "all weights beside the most that KV may take would be {largest} bytes, and the limit is {limit}; what is cold is \
-         copied through the ring, which fills more of the link than reads in place (55.2 against 51.3 GB/s where both were measured)"
-    );
-    (PlacementMode::Stream, what)
 }
 
 /// A ladder from one page to at most `want` pages, no bucket of which takes more than `room` bytes; at least `one`.

@@ -6,6 +6,7 @@ use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{DeviceError, Provider};
 
+use crate::auto::Link;
 #[cfg(feature = "cuda")]
 use crate::books::Books;
 use crate::error::{EngineError, Result};
@@ -73,6 +74,7 @@ impl Setup {
             slots: options.ring_slots,
             mode: options.placement,
             mapped_budget: options.host_mapped_bytes(),
+            link: Link::Unmeasured,
             headroom: options.headroom_bytes(),
         }
     }

@@ -70,14 +70,6 @@ impl Trade {
 }
 
 impl MemoryPlan {
-    /// What is resident while KV has a capacity of `kv` bytes.
-    pub fn placement_beside(&self, layout: &PieceLayout, kv: u64) -> Placement {
-        let all = Placement::all_resident(layout).mapped_bytes(layout, self.granule);
-        let room = self.for_weights_and_kv.saturating_sub(kv);
-        let weights = if all <= room { all } else { room.saturating_sub(self.ring_room) };
-        Placement::within(layout, self.granule, weights)
-    }
-
     /// Bytes that KV could take if it were asked for them: all but the ring, or the weights that have to be resident.
     fn kv_room(&self, layout: &PieceLayout) -> u64 {
         let all = Placement::all_resident(layout).mapped_bytes(layout, self.granule);

@@ -119,7 +119,7 @@ impl Engine {
             Device::InPlace(_) => None,
             Device::Paged(provider, limit) => {
                 let length = length.unwrap_or(setup.max_context);
-                Some(Home::plan_paged(provider, &model, options, &setup.sizes(options, limit), length)?)
+                Some(Home::plan_paged(provider, &model, options, setup.sizes(options, limit), length)?)
             }
         };
         Ok((Inventory::of(&model), memory))
@@ -143,7 +143,7 @@ impl Engine {
                 Err(EngineError::argument("policy", "", "this device reads weights in place and has no residency"))
             }
             Device::Paged(provider, limit) => {
-                let scenario = Home::scenario(provider, &model, &options, &setup.sizes(&options, limit))?;
+                let scenario = Home::scenario(provider, &model, &options, setup.sizes(&options, limit))?;
                 Ok(simulate(&scenario, kinds, steps))
             }
         }

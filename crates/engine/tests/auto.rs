@@ -1,0 +1,146 @@
+//! What `auto` chooses on links of known speed, that it says why, and that no choice changes a token or a byte of the books.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{GRANULE, check_books, cpu, limits, options, small_model};
+use headrace_engine::mode::PlacementChoice;
+use headrace_engine::{Engine, EngineOptions, GenerationOptions, PolicyKind};
+use headrace_ep_cpu::host_device::{DeviceProbe, HostDevice, HostOptions};
+use headrace_model::ModelSpec;
+
+const CONTEXT: usize = 192;
+
+/// Copies at 2 MB/s: slower than any host reads its memory.
+const SLOW: HostOptions = HostOptions {
+    threads: Some(1),
+    level: None,
+    granule: GRANULE,
+    capacity: None,
+    positions: Some(CONTEXT),
+    poison: true,
+    memory_key: None,
+    shared_bytes: 0,
+    link: Some(2_000_000),
+    in_place: None,
+    pinning: true,
+};
+
+/// Reads in place slower than those copies.
+const SLOWER_IN_PLACE: HostOptions = HostOptions { in_place: Some(1_000_000), ..SLOW };
+
+fn model() -> Arc<ModelSpec> {
+    small_model(29, 4, CONTEXT)
+}
+
+fn load(model: &Arc<ModelSpec>, host: HostOptions, options: EngineOptions, limit: u64) -> (Engine, DeviceProbe) {
+    let device = HostDevice::new(HostOptions { capacity: Some(limit), ..host }).unwrap();
+    let probe = device.probe();
+    (Engine::on_device(model.clone(), None, options, Box::new(device), limit).unwrap(), probe)
+}
+
+fn tokens(engine: &mut Engine) -> Vec<u32> {
+    engine.generate(&[3, 1, 4], GenerationOptions::greedy(12), &mut |_| Ok(())).unwrap().token_ids
+}
+
+fn choice(engine: &Engine) -> PlacementChoice {
+    let (planned, said) = (engine.memory().unwrap().placement, engine.stats().unwrap().placement.unwrap());
+    assert_eq!((planned.asked_for.as_str(), &planned), ("auto", &said));
+    said
+}
+
+#[test]
+fn cold_weights_are_read_in_place_where_that_is_measured_to_be_faster() {
+    let model = model();
+    let (least, most) = limits(&model, &options(1, 16));
+    let expected = tokens(&mut cpu(&model, options(1, 16)));
+    for (host, mode) in [(SLOW, "hybrid"), (SLOWER_IN_PLACE, "stream")] {
+        for limit in [least, least + (most - least) / 4] {
+            let when = format!("{mode} at {limit}");
+            let (mut engine, probe) = load(&model, host, options(1, 16), limit);
+            let choice = choice(&engine);
+            assert_eq!(choice.mode, mode, "{when}: {}", choice.reason);
+            for word in ["copies were measured at 0.0 GB/s", "reads in place at", &limit.to_string()] {
+                assert!(choice.reason.contains(word), "{when}: {}", choice.reason);
+            }
+            assert_eq!(choice.host_mapped_budget > 0, mode == "hybrid", "{when}");
+            engine.reset_stats();
+            assert_eq!((tokens(&mut engine), tokens(&mut engine)), (expected.clone(), expected.clone()), "{when}");
+            let weights = engine.stats().unwrap().weights;
+            // Of embedding rows alone a step reads far less in place.
+            let in_place = weights.host_mapped_bytes > weights.resident_bytes_read / 10;
+            assert_eq!(
+                (weights.streamed_bytes > 0, in_place),
+                (mode == "stream", mode == "hybrid"),
+                "{when}: {weights:?}"
+            );
+            check_books(&engine, &probe, limit, &when);
+            // What everything cold is read in place beside needs no ring.
+            let staging = engine.stats().unwrap().memory[0].holders.iter().find(|h| h.name == "staging").unwrap().used;
+            assert_eq!(staging > 0, mode == "stream", "{when}");
+        }
+    }
+}
+
+#[test]
+fn a_budget_of_reads_in_place_is_kept_and_0_forbids_them() {
+    let model = model();
+    let (least, _) = limits(&model, &options(1, 16));
+    let expected = tokens(&mut cpu(&model, options(1, 16)));
+    for (budget, mode) in [(40 << 10, "hybrid"), (0, "stream")] {
+        let budgeted = EngineOptions { host_mapped_budget: Some(budget), ..options(1, 16) };
+        let (mut engine, probe) = load(&model, SLOW, budgeted, least);
+        let choice = choice(&engine);
+        assert_eq!((choice.mode.as_str(), choice.host_mapped_budget), (mode, budget), "{}", choice.reason);
+        assert_eq!(tokens(&mut engine), expected);
+        let plan = engine.memory().unwrap();
+        assert!(plan.streamed_bytes > 0 && plan.host_mapped_bytes <= budget, "{budget}");
+        assert_eq!(plan.host_mapped_bytes > 0, budget > 0);
+        check_books(&engine, &probe, least, mode);
+    }
+}
+
+#[test]
+fn nothing_is_measured_where_nothing_can_be_chosen() {
+    let model = model();
+    let (least, most) = limits(&model, &options(1, 16));
+    let policy = EngineOptions { policy: Some(PolicyKind::Lru), ..options(1, 16) };
+    for (host, options, limit, mode, word) in [
+        (SLOW, options(1, 16), most, "resident", "fit"),
+        (HostOptions { pinning: false, ..SLOW }, options(1, 16), least, "stream", "nothing may be read in place"),
+        (HostOptions { link: None, ..SLOW }, options(1, 16), least, "stream", "not known"),
+        (SLOW, policy, least, "stream", "nothing may be read in place"),
+    ] {
+        let (engine, probe) = load(&model, host, options, limit);
+        let choice = choice(&engine);
+        assert_eq!((choice.mode.as_str(), choice.host_mapped_budget), (mode, 0), "{}", choice.reason);
+        assert!(choice.reason.contains(word) && !choice.reason.contains("GB/s"), "{}", choice.reason);
+        assert!(probe.peak_total() <= limit, "{mode}");
+    }
+}
+
+#[test]
+fn a_limit_that_is_lowered_below_what_fitted_has_the_link_measured_then() {
+    let model = model();
+    let (least, most) = limits(&model, &options(1, 16));
+    let expected = tokens(&mut cpu(&model, options(1, 16)));
+    for (host, mode) in [(SLOW, "hybrid"), (SLOWER_IN_PLACE, "stream")] {
+        let (mut engine, probe) = load(&model, host, options(1, 16), most);
+        for (limit, mode) in [(least, mode), (most, "resident"), ((least + most) / 2, mode)] {
+            assert_eq!(tokens(&mut engine), expected, "{limit}");
+            engine.set_vram_limit(limit).unwrap();
+            let choice = choice(&engine);
+            assert_eq!(choice.mode, mode, "{limit}: {}", choice.reason);
+            assert_eq!(choice.reason.contains("GB/s"), mode != "resident", "{limit}: {}", choice.reason);
+            engine.reset_stats();
+            assert_eq!(tokens(&mut engine), expected, "{limit}");
+            let copied = engine.stats().unwrap().weights.streamed_bytes;
+            assert_eq!(copied > 0, mode == "stream" && limit == least, "{limit}");
+            check_books(&engine, &probe, most, mode);
+            assert!(engine.stats().unwrap().memory[0].used <= limit);
+        }
+    }
+}
