@@ -1,5 +1,5 @@
 //! What a card's link to the host carries: copies into the card's memory, and reads in place by kernels. Each is measured once in
-//! a process for a card, in milliseconds.
+//! a process for a card, in some tens of milliseconds.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,8 +14,14 @@ use crate::stream::Stream;
 /// Bytes of pinned memory that a measurement reads, at most: a piece of the size that the link carries at full speed.
 const LINK_BYTES: u64 = 32 << 20;
 
-/// Rounds, of which the first one wakes the link up and the fastest other one counts: what a ceiling is.
-const ROUNDS: usize = 3;
+/// Seconds of work after which a link is awake: one that has rested begins slower (51 instead of 55 GB/s on an H200).
+const AWAKE: f64 = 0.03;
+
+/// Rounds without a faster one after which the fastest counts: what a ceiling is.
+const STALE: usize = 4;
+
+/// Seconds of work that are enough in any case.
+const ENOUGH: f64 = 0.3;
 
 /// What is known of a card's link, in bytes a second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -39,7 +45,7 @@ fn learn(ordinal: usize, known: Known) {
     LINKS.lock().unwrap_or_else(PoisonError::into_inner).insert(ordinal, known);
 }
 
-/// Bytes a second of `work`, which queues `bytes` bytes on the stream.
+/// Bytes a second of `work`, which queues `bytes` bytes on the stream, at its fastest.
 fn fastest(
     context: &Arc<Context>,
     stream: &Stream,
@@ -47,16 +53,18 @@ fn fastest(
     mut work: impl FnMut() -> Result<(), CudaError>,
 ) -> Result<f64, CudaError> {
     let (start, end) = (Event::timing(context)?, Event::timing(context)?);
-    let mut best = 0.0;
-    for round in 0..ROUNDS {
+    let (mut best, mut spent, mut stale) = (0.0, 0.0, 0);
+    while spent < ENOUGH && (spent < AWAKE || stale < STALE) {
         stream.record(&start)?;
         let queued = work();
         // Whatever was queued is over before the memory that it uses can go.
         stream.record(&end).and_then(|()| stream.wait())?;
         queued?;
-        if round > 0 {
-            best = f64::max(best, bytes as f64 / end.seconds_since(&start)?);
-        }
+        let seconds = end.seconds_since(&start)?.max(1e-9);
+        let speed = bytes as f64 / seconds;
+        spent += seconds;
+        stale = if speed > best * 1.002 { 0 } else { stale + 1 };
+        best = f64::max(best, speed);
     }
     Ok(best)
 }
