@@ -29,8 +29,8 @@ pub const COPIES_A_MARK: usize = 8;
 pub struct LaneMarks {
     /// Around the copies of one piece in [`COPIES_A_MARK`].
     pub copies: Vec<(Event, Event)>,
-    /// Pieces that are copied.
-    pub pieces: usize,
+    /// Bytes of these pieces.
+    pub bytes: u64,
     /// Around each wait of the compute lane.
     pub waits: Vec<(Event, Event)>,
 }
@@ -133,7 +133,8 @@ impl State {
         }
         let Some((step, seconds)) = self.last.take() else { return };
         let sums = LaneMarks::sum(&step.marks.copies).and_then(|c| Ok((c, LaneMarks::sum(&step.marks.waits)?)));
-        let scale = step.marks.pieces as f64 / step.marks.copies.len().max(1) as f64;
+        // By bytes: pieces differ in size, and every eighth may be one of the smaller ones.
+        let scale = step.copied_bytes as f64 / step.marks.bytes.max(1) as f64;
         match sums {
             // A step that copies and has no marks says nothing of its lanes.
             Ok(_) if step.copied_bytes > 0 && step.marks.copies.is_empty() => {}

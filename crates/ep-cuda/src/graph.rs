@@ -93,7 +93,7 @@ pub fn run_directly<E: From<CudaError>>(
         match action {
             Action::Signal(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).record(event))?,
             Action::Await(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).wait_for(event))?,
-            Action::Launch(_) | Action::CopyIn(_) => {}
+            Action::Launch(_) | Action::CopyIn(..) => {}
         }
         issue(action)?;
     }
@@ -130,7 +130,7 @@ impl StepGraph {
         let lanes_timed = std::env::var_os(LANE_VARIABLE).is_none_or(|value| value != "0");
         let mut marks = LaneMarks::default();
         // True between the first copy of a piece and its signal; and the marks of that piece, if it has any.
-        let (mut in_piece, mut copying) = (false, None::<(Event, Event)>);
+        let (mut pieces, mut in_piece, mut copying) = (0usize, false, None::<(Event, Event)>);
         let mut finish = Some(finish);
         // The results are reported before the copy lane is joined: the host needn't wait for the link.
         let last = plan.actions.len().saturating_sub(1);
@@ -162,16 +162,19 @@ impl StepGraph {
                     marks.waits.push((start, end));
                 }
                 Action::Await(l, n) => events.get(*n).map_or(Ok(()), |event| lane(*l).wait_for(event))?,
-                Action::CopyIn(_) if lanes_timed && !in_piece => {
-                    in_piece = true;
-                    if marks.pieces.is_multiple_of(COPIES_A_MARK) {
-                        let (start, end) = (Event::timing(context)?, Event::timing(context)?);
-                        streams.copy.record_in_graph(&start)?;
-                        copying = Some((start, end));
+                Action::CopyIn(_, bytes) if lanes_timed => {
+                    if !in_piece {
+                        in_piece = true;
+                        if pieces.is_multiple_of(COPIES_A_MARK) {
+                            let (start, end) = (Event::timing(context)?, Event::timing(context)?);
+                            streams.copy.record_in_graph(&start)?;
+                            copying = Some((start, end));
+                        }
+                        pieces += 1;
                     }
-                    marks.pieces += 1;
+                    marks.bytes += if copying.is_some() { *bytes } else { 0 };
                 }
-                Action::Launch(_) | Action::CopyIn(_) => {}
+                Action::Launch(_) | Action::CopyIn(..) => {}
             }
             issue(action)?;
         }

@@ -108,8 +108,8 @@ pub enum Lane {
 pub enum Action {
     /// Launch a task on the compute lane.
     Launch(Task),
-    /// Copy a segment's planes from the host into its slot, on the copy lane.
-    CopyIn(Segment),
+    /// Copy a segment's planes, so many bytes without alignment, from the host into its slot, on the copy lane.
+    CopyIn(Segment, u64),
     /// Mark this point of the lane.
     Signal(Lane, usize),
     /// What comes later in the lane waits for the event.
@@ -159,7 +159,7 @@ impl CapturePlan {
     /// Every segment that is copied into the ring.
     pub fn copies(&self) -> impl Iterator<Item = &Segment> {
         self.actions.iter().filter_map(|a| match a {
-            Action::CopyIn(segment) => Some(segment),
+            Action::CopyIn(segment, _) => Some(segment),
             _ => None,
         })
     }

@@ -244,7 +244,7 @@ pub fn needs(plan: &CapturePlan, program: &StepProgram, model: &ModelSpec) -> Ve
     for action in &plan.actions {
         match action {
             Action::Launch(Task::Linear(l)) => l.parts.iter().for_each(|p| add(&p.segment)),
-            Action::CopyIn(segment) => add(segment),
+            Action::CopyIn(segment, _) => add(segment),
             _ => {}
         }
     }

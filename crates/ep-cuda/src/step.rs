@@ -199,7 +199,7 @@ impl StepParts<'_> {
                         follows.set(true);
                     }
                 }
-                Action::CopyIn(_) => {
+                Action::CopyIn(..) => {
                     for (to, origin) in copies.next().unwrap_or_default() {
                         match origin {
                             Origin::Stable(_, 0) => {}

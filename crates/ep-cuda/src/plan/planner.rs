@@ -118,7 +118,7 @@ impl Planner<'_> {
             let tensor = self.segment(segment)?;
             let bytes = tensor.format.total_row_bytes(tensor.cols) as u64 * segment.rows as u64;
             self.plan.copied_bytes += bytes;
-            self.plan.actions.push(Action::CopyIn(*segment));
+            self.plan.actions.push(Action::CopyIn(*segment, bytes));
         }
         let event = self.event();
         self.plan.actions.push(Action::Signal(Lane::Copy, event));

@@ -71,7 +71,7 @@ fn simulate(plan: &CapturePlan, slots: u32, first: Lane) {
     let of = |lane: Lane| -> Vec<&Action> {
         let on = |a: &&Action| match a {
             Action::Launch(_) => lane == Lane::Compute,
-            Action::CopyIn(_) => lane == Lane::Copy,
+            Action::CopyIn(..) => lane == Lane::Copy,
             Action::Signal(l, _) | Action::Await(l, _) => *l == lane,
         };
         plan.actions.iter().filter(on).collect()
@@ -105,7 +105,7 @@ fn simulate(plan: &CapturePlan, slots: u32, first: Lane) {
                         assert!(!signalled[*n], "an event is signalled twice");
                         signalled[*n] = true;
                     }
-                    Action::CopyIn(segment) => {
+                    Action::CopyIn(segment, _) => {
                         let Place::Slot { slot: s, .. } = segment.place else { panic!() };
                         slot[s as usize] = Some(*segment);
                     }
