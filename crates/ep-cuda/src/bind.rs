@@ -113,9 +113,9 @@ pub struct Binder<'a> {
     pub key: GraphKey,
 }
 
-/// Rows that an activation's buffers are laid out for: tensor cores take whole groups of 8.
+/// Rows that an activation's buffers are laid out for: tensor cores take whole groups of 8, and one row goes without them.
 pub const fn leading_rows(rows: usize) -> usize {
-    if rows > 4 { rows.next_multiple_of(8) } else { rows }
+    if rows > 1 { rows.next_multiple_of(8) } else { rows }
 }
 
 /// `(group_shift, flip, scale_half)` of a format, as the kernels take them.

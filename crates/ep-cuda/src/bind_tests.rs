@@ -55,7 +55,7 @@ fn every_row_of_every_matrix_is_read_once_and_lands_in_its_column() {
         for task in plan.tasks() {
             for (launch, rows) in binder.bind(task).unwrap() {
                 let Launch::Linear(_, args) = launch else { continue };
-                assert_eq!((rows, args.x.ld), if args.wanted == 1 { (2, 2) } else { (8, 8) });
+                assert_eq!((rows, args.x.ld), if args.wanted == 1 { (2, 8) } else { (8, 8) });
                 assert_eq!(args.out == 0x5000, args.wanted == 1);
                 for segment in &args.segment[..args.segments as usize] {
                     assert!(segment.column + segment.rows <= args.out_ld);
@@ -177,4 +177,9 @@ fn what_is_read_in_place_has_the_host_s_addresses_or_none_at_all() {
     });
     let mut found = linear.flat_map(|args| &args.segment[..args.segments as usize]);
     assert!(found.any(|segment| segment.planes == expected));
+}
+
+#[test]
+fn every_step_of_several_rows_is_laid_out_for_tensor_cores() {
+    assert_eq!([1, 2, 3, 4, 5, 8, 9, 512].map(leading_rows), [1, 8, 8, 8, 8, 8, 16, 512]);
 }
