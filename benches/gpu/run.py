@@ -116,20 +116,22 @@ def at_context(engine: headrace.Engine, sequences: int, context: int, steps: int
     """Time of a decode step of sequences that are `context` positions long, by the engine's own clock.
 
     Prompts are read one after the other, and who is done goes on while the others are read, in the same steps of PREFILL_CHUNK
-    rows. Limits are such that all decode together for the last `steps` steps, which are those without a prompt's rows.
+    rows. Limits are such that all decode together for the last `steps` steps, which are those without a prompt's rows. Up to 8
+    sequences it is done twice, and the second time counted: graphs for contexts this long are captured in the first.
     """
-    batch(engine, sequences, 4)
     prompts = [[(7 * i + j) % 1000 + 3 for j in range(context)] for i in range(sequences)]
     reads = [context / (PREFILL_CHUNK - i) for i in range(sequences)]  # steps for prompt i, while i sequences decode
     news = [math.ceil(sum(reads[i + 1 :])) + steps for i in range(sequences)]
-    engine.reset_stats()
-    engine.decode_greedy_batch(prompts, max_new_tokens=news, stop_tokens=())
+    for _ in range(2 if sequences <= 8 else 1):
+        engine.reset_stats()
+        engine.decode_greedy_batch(prompts, max_new_tokens=news, stop_tokens=())
     s = engine.stats()
     step, rows = s.time.decode_seconds / s.time.decode_steps, s.time.decode_tokens / s.time.decode_steps
-    assert rows > sequences - 1, "not all sequences decoded together"
+    # Some end a few steps before the others: the reads of prompts are reckoned in whole steps.
+    assert rows > 0.9 * sequences, f"{rows} of {sequences} sequences decoded together"
     return {
         "context": context, "step_ms": step * 1e3, "tokens_per_s": rows / step, "timed_steps": s.time.decode_steps,
-        "rows_per_step": rows, "streamed_per_step": 0.0, "link_gb_per_s": 0.0,
+        "rows_per_step": rows, "captures": s.graph.captures, "streamed_per_step": 0.0, "link_gb_per_s": 0.0,
     }  # fmt: skip
 
 
