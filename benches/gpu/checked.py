@@ -5,8 +5,8 @@
     done
 
 For each model and each way: a prompt and a few tokens, a ragged batch, a long prompt. The ways: everything `resident`, the
-`smallest` limit, and one that holds everything at the start, so that weights are demoted when a sequence has `grown` (an epoch
-change in mid-generation). `small` is a random model that is made here, whose one-row steps go through the persistent kernel.
+`smallest` limit, one that holds everything at the start, so that weights are demoted when a sequence has `grown` (an epoch
+change in mid-generation), and plain allocations (`unmanaged`). `small` is a random model that is made here, whose one-row steps go through the persistent kernel.
 Tokens must be the CPU's. One way a run under compute-sanitizer: it holds on to Python objects, engines too. For `--tool racecheck`,
 which is slow, `small --layers 1 --longest 70 --ways resident` takes half a minute on an H200; a real model wants short prompts.
 Each part says when it is done, so that a run that was ended says how far it came.
@@ -26,7 +26,7 @@ import make_model
 from run import limits_of
 
 SMALL = make_model.Shape(4, 1024, 4096, 16, 8, 1024)
-WAYS = ("resident", "smallest", "grown")
+WAYS = ("resident", "smallest", "grown", "unmanaged")
 
 
 def prompt(length: int) -> list[int]:
@@ -55,17 +55,19 @@ def check(path: Path, ways: list[str], shortest: int, longest: int, new: int, ch
     expected = tokens(headrace.Engine.load(path, device="cpu", **base))
     for way in ways:
         limit = None
-        if way != "resident":
+        cold = way in ("smallest", "grown")
+        if cold:
             minimum, _ = limits_of(path, piece_bytes="1MiB", device=device, **base)
             memory = headrace.plan(path, vram_limit="1TiB", **pieces, **base).memory
             assert memory is not None
             limit = minimum if way == "smallest" else memory.everything - memory.kv_max_bytes + memory.kv_floor_bytes
-        engine = headrace.Engine.load(path, vram_limit=limit, **pieces, **base)
+        placement: Any = way if way == "unmanaged" else "auto"
+        engine = headrace.Engine.load(path, vram_limit=limit, placement=placement, **pieces, **base)
         assert tokens(engine) == expected, f"{path.name}, {way}: other tokens"
         s = engine.stats()
         epochs = dict(s.graph.epochs)
         print(f"{path.name}, {way}: {s.tokens.steps} steps, {s.weights.streamed_bytes:,} bytes streamed, epochs {epochs}", flush=True)
-        assert (s.weights.streamed_bytes > 0) == (way != "resident"), "what was streamed"
+        assert (s.weights.streamed_bytes > 0) == cold, "what was streamed"
         assert way != "grown" or "kv-growth" in epochs, "no epoch began for KV"
         del engine
 

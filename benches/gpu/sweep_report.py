@@ -21,7 +21,7 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> str:
 def _limits(result: Result) -> str:
     rows = [
         [
-            f"{r['limit']:,}", f"{r['share']:.0%}", r["mode"], f"{r['cold']:.1%}", f"{r['step_ms']:.2f}", f"{r['tokens_per_s']:.1f}",
+            "none" if r["limit"] is None else f"{r['limit']:,}", f"{r['share']:.0%}", r["mode"], f"{r['cold']:.1%}", f"{r['step_ms']:.2f}", f"{r['tokens_per_s']:.1f}",
             f"{r['floor_ms']:.2f}", f"{r['of_floor']:.1%}", f"{r.get('link_gb_per_s', 0):.1f}",
         ]
         for r in result["limits"]

@@ -85,9 +85,10 @@ class Engine:
                 counts. Default: the one in force, else no limit.
             placement: Where weights are read from; never changes a token. `"auto"` keeps them all resident if they fit beside
                 all KV, else streams, or reads in place where the link is measured to be faster so; `plan` and `stats()` say
-                which and why; `"resident"` refuses a limit that can't hold everything; `"stream"` copies what is cold through a ring; `"zero-copy"` has kernels read it in place over the
-                link, `"hybrid"` up to `host_mapped_budget`, and streams the rest; `"unmanaged"` keeps everything resident,
-                counts it and enforces no limit.
+                which and why; `"resident"` refuses a limit that can't hold everything; `"stream"` copies what is cold through
+                a ring; `"zero-copy"` has kernels read it in place over the link, `"hybrid"` up to `host_mapped_budget`, and
+                streams the rest; `"unmanaged"` keeps everything resident in plain allocations, KV for `max_batch` whole
+                sequences included, counts it and enforces no limit.
             host_mapped_budget: Most bytes that a step reads in place; 0 keeps `"auto"` from it. Default: 2 GiB, but 256 MiB
                 where Windows drives the card, and 0 on a platform that nobody has tried.
             headroom: Bytes that stay free below `vram_limit`. Default: 0, but 512 MiB where Windows drives the card.

@@ -120,6 +120,12 @@ impl Budget {
         let kv = holder(HolderSpec::new("kv", Role::Kv, FIXED_PRIORITY).floor(floor).promise(promise))?;
         let weights_holder = holder(HolderSpec::new("weights", Role::Weights, WEIGHTS_PRIORITY))?;
         let mut held = vec![other.reserve(plan.fixed)?.commit(), graphs.reserve(plan.graphs)?.commit()];
+        if unmanaged {
+            let provider = weights.provider_mut();
+            provider.expect_at_most(RangeKind::Workspace, plan.workspace);
+            provider.expect_at_most(RangeKind::Kv, plan.buckets.max().bytes);
+            weights.expect_all();
+        }
         let reservation = space.reserve(plan.workspace)?;
         weights.provider_mut().resize(RangeKind::Workspace, plan.workspace)?;
         weights.set_mapped_budget(plan.choice.host_mapped_budget);
@@ -152,6 +158,10 @@ impl Budget {
         }
         budget.promote(EpochReason::Load)?;
         budget.fit_ring()?;
+        if unmanaged {
+            // So that a device that can't hold it says so now.
+            budget.grow_kv(budget.plan.buckets.max().bytes)?;
+        }
         budget.observe()?;
         Ok(budget)
     }

@@ -17,7 +17,8 @@ pub enum PlacementMode {
     ZeroCopy,
     /// Cold weights up to the host-mapped budget are read in place, the rest is streamed.
     Hybrid,
-    /// Everything resident, in memory that is counted and not limited: what a run without Headrace's governor does.
+    /// Everything resident, KV for all sequences from the beginning, in plain allocations that are counted and not limited: what
+    /// a run without Headrace's governor does.
     Unmanaged,
 }
 

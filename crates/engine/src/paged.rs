@@ -170,6 +170,12 @@ impl PagedWeights {
         Placement::all_resident(&self.layout).mapped_bytes(&self.layout, self.granule)
     }
 
+    /// Says to the device that the weights will take what all of them take, and no more.
+    pub fn expect_all(&mut self) {
+        let bytes = self.layout.range_bytes.next_multiple_of(self.granule);
+        self.provider.expect_at_most(RangeKind::Weights, bytes);
+    }
+
     /// What is to be resident with `bytes` granted. The policy picks what leaves; the static schedule also what comes.
     pub fn within(&self, bytes: u64) -> Target {
         match &self.dynamic {

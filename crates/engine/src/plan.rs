@@ -232,7 +232,11 @@ impl MemoryPlan {
         let usable = sizes.limit / granule * granule - headroom;
         let ring_room = if must == 0 { full_ring } else { 0 };
         let elastic = usable - own - must - ring_room;
-        let buckets = kv_buckets(one, want, page_bytes, granule, elastic)?;
+        let buckets = match mode {
+            // Nothing gives way, so that nothing is gained by growing: all of it at once, as without a governor.
+            PlacementMode::Unmanaged => Buckets::new(want, want, page_bytes, granule)?,
+            _ => kv_buckets(one, want, page_bytes, granule, elastic)?,
+        };
         let never_cold = own + buckets.max().bytes + all_bytes <= usable;
         let ring_bytes = if never_cold { 0 } else { ring_room };
         let choice = PlacementChoice {

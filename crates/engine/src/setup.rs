@@ -127,7 +127,13 @@ fn host_device(options: &EngineOptions, max_context: usize) -> Result<Device> {
 /// Card `ordinal`; the error says what the machine lacks.
 #[cfg(feature = "cuda")]
 fn cuda(ordinal: usize, options: &EngineOptions, max_context: usize) -> std::result::Result<Device, String> {
-    let mut provider = headrace_ep_cuda::CudaProvider::open(ordinal).map_err(|e| e.to_string())?;
+    use headrace_ep_cuda::CudaProvider;
+
+    let opened = match options.placement {
+        PlacementMode::Unmanaged => CudaProvider::open_plain(ordinal),
+        _ => CudaProvider::open(ordinal),
+    };
+    let mut provider = opened.map_err(|e| e.to_string())?;
     provider.limit_positions(max_context);
     let (free, _) = provider.context().memory_info().map_err(|e| e.to_string())?;
     let limit = match options.placement {

@@ -216,10 +216,13 @@ fn unmanaged_counts_and_limits_nothing() {
     let unmanaged = options(PlacementMode::Unmanaged);
     let (engine, probe) = load(&model, unmanaged.clone(), 1 << 46, None);
     let mut engine = engine.unwrap();
+    let at_load = probe.total();
     assert_eq!(generate(&mut engine, CONTEXT - PROMPT.len()).unwrap(), expected(&model, CONTEXT - PROMPT.len()));
     let pool = pool(&engine);
     assert_eq!((pool.unmanaged, pool.unaccounted, pool.underflows), (probe.total(), 0, 0), "{pool:?}");
     assert!(pool.unmanaged > 0);
+    // All of KV from the beginning, as without a governor; nothing has grown.
+    assert_eq!((probe.peak_total(), engine.stats().unwrap().kv.growth_events), (at_load, 0));
     let stats = engine.stats().unwrap();
     assert_eq!((stats.weights.streamed_bytes, engine.memory().unwrap().streamed_bytes), (0, 0));
     assert!(matches!(engine.set_vram_limit(1 << 30), Err(EngineError::Argument { name: "vram_limit", .. })));

@@ -74,7 +74,8 @@ pub struct Arena<P: Physical> {
 }
 
 impl<P: Physical> Arena<P> {
-    /// Reserves one range of addresses for each of `reserved`, in bytes, rounded up to the granule. Takes no memory.
+    /// Reserves one range of addresses for each of `reserved`, in bytes, rounded up to the granule; for 0 one that has none until
+    /// [`Arena::reserve`]. Takes no memory, but where the device takes ranges whole.
     ///
     /// # Errors
     /// [`ArenaError::Driver`]; what was reserved until then is given back.
@@ -83,12 +84,38 @@ impl<P: Physical> Arena<P> {
         let ranges = Vec::with_capacity(reserved.len());
         let mut arena = Arena { physical, granule, ranges, pool: Vec::new(), pool_limit: 0, quarantined: 0 };
         for &bytes in reserved {
-            let reserved = bytes.max(1).div_ceil(granule).saturating_mul(granule);
-            let base = arena.physical.reserve(reserved)?;
-            let (mapped, handles) = (GranuleSet::default(), BTreeMap::new());
-            arena.ranges.push(AddressRange { base, reserved, mapped, handles });
+            arena.ranges.push(AddressRange {
+                base: 0,
+                reserved: 0,
+                mapped: GranuleSet::default(),
+                handles: BTreeMap::new(),
+            });
+            if bytes > 0 {
+                arena.reserve(arena.ranges.len() - 1, bytes)?;
+            }
         }
         Ok(arena)
+    }
+
+    /// Gives a range that has none yet `bytes` bytes of addresses, rounded up to the granule.
+    ///
+    /// # Errors
+    /// [`ArenaError::Driver`], and nothing has changed; [`ArenaError::Mapped`] for a range that has addresses.
+    pub fn reserve(&mut self, range: usize, bytes: u64) -> Result<(), ArenaError> {
+        let reserved = bytes.max(1).div_ceil(self.granule).saturating_mul(self.granule);
+        match self.ranges.get_mut(range) {
+            Some(r) if r.reserved == 0 => {
+                r.base = self.physical.reserve(reserved)?;
+                r.reserved = reserved;
+                Ok(())
+            }
+            _ => Err(ArenaError::Mapped { offset: 0, bytes }),
+        }
+    }
+
+    /// How it takes memory.
+    pub fn physical(&self) -> &P {
+        &self.physical
     }
 
     /// Keeps up to `granules` unmapped granules for later instead of giving them back. They stay charged.
@@ -110,7 +137,7 @@ impl<P: Physical> Arena<P> {
         self.granule
     }
 
-    /// First address of a range. It never changes.
+    /// First address of a range. It never changes once the range has addresses.
     pub fn base(&self, range: usize) -> u64 {
         self.ranges.get(range).map_or(0, |r| r.base)
     }
@@ -331,7 +358,10 @@ impl<P: Physical> Drop for Arena<P> {
                 }
             }
             let (base, reserved) = (self.base(range), self.reserved(range));
-            if clean && let Err(error) = self.physical.unreserve(base, reserved) {
+            if clean
+                && reserved > 0
+                && let Err(error) = self.physical.unreserve(base, reserved)
+            {
                 log::error!("{error}");
             }
         }

@@ -214,3 +214,26 @@ fn dropping_gives_everything_back() {
     let state = fake.0.borrow();
     assert!(state.live.is_empty() && state.mapped.is_empty() && state.reserved.is_empty());
 }
+
+#[test]
+fn a_range_without_addresses_gets_them_once() {
+    let fake = Fake::default();
+    let fenced = Fenced::without_streams();
+    let mut a = Arena::new(fake.clone(), GRANULE, &[0, 10 * GRANULE]).unwrap();
+    assert_eq!((a.reserved(0), a.base(0), fake.0.borrow().reserved.len()), (0, 0, 1));
+    assert!(matches!(a.map(0, 0, GRANULE), Err(ArenaError::Beyond { .. })));
+    fake.fail_after("reserve", 0);
+    assert!(matches!(a.reserve(0, GRANULE), Err(ArenaError::Driver(_))));
+    assert_eq!(a.reserved(0), 0);
+    a.reserve(0, 3 * GRANULE - 1).unwrap();
+    assert_eq!(a.reserved(0), 3 * GRANULE);
+    assert!(matches!(a.reserve(0, 4 * GRANULE), Err(ArenaError::Mapped { .. })), "a base never changes");
+    a.map(0, GRANULE, 2 * GRANULE).unwrap();
+    assert!(matches!(a.resize(&fenced, 0, 4 * GRANULE), Err(ArenaError::Beyond { .. })));
+    consistent(&fake, &a);
+    drop(a);
+    assert!(fake.0.borrow().reserved.is_empty());
+    // One that never got any has nothing to give back.
+    drop(Arena::new(fake.clone(), GRANULE, &[0]).unwrap());
+    assert!(fake.0.borrow().reserved.is_empty());
+}

@@ -71,7 +71,9 @@ pub enum DriverProblem {
         capability: (i32, i32),
     },
     /// The card's addresses can't be reserved apart from its memory.
-    #[error("{name} doesn't offer virtual memory management, which the arena is built on")]
+    #[error(
+        "{name} doesn't offer virtual memory management, by which a limit is kept; without one, placement = unmanaged runs there"
+    )]
     NoVirtualMemory {
         /// The card.
         name: String,
@@ -145,7 +147,22 @@ pub struct Card {
     pub bus_id: String,
     /// True if a read-only mapping of a file can be registered.
     pub read_only_registration: bool,
+    /// True if addresses can be reserved apart from memory, and memory be mapped there.
+    pub virtual_memory: bool,
     pub(crate) device: sys::CUdevice,
+}
+
+impl Card {
+    /// Refuses a card whose addresses can't be reserved apart from its memory.
+    ///
+    /// # Errors
+    /// [`DriverProblem::NoVirtualMemory`].
+    pub fn needs_virtual_memory(&self) -> Result<(), DriverProblem> {
+        match self.virtual_memory {
+            true => Ok(()),
+            false => Err(DriverProblem::NoVirtualMemory { name: self.name.clone() }),
+        }
+    }
 }
 
 impl Driver {
@@ -215,9 +232,6 @@ impl Driver {
         let mut total = 0;
         // SAFETY: the device is valid; the call writes one integer.
         check(unsafe { sys::cuDeviceTotalMem_v2(&mut total, device) }, "cuDeviceTotalMem")?;
-        if attribute(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? == 0 {
-            return Err(DriverProblem::NoVirtualMemory { name });
-        }
         Ok(Card {
             ordinal,
             name,
@@ -229,6 +243,7 @@ impl Driver {
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.unsigned_abs(),
             bus_id,
             read_only_registration: attribute(Attribute::CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED)? != 0,
+            virtual_memory: attribute(Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0,
             device,
         })
     }

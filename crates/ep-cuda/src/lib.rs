@@ -32,6 +32,7 @@ pub mod link;
 pub mod nvml;
 pub mod overhead;
 pub mod physical;
+pub mod plain;
 pub mod plan;
 pub mod probe;
 pub mod provider;

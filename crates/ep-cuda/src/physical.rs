@@ -1,4 +1,5 @@
-//! The driver's virtual memory calls: reserve addresses, make granules, map and unmap them.
+//! How a card's memory is taken: by the driver's virtual memory calls, which reserve addresses, make granules, map and unmap
+//! them; or in plain allocations.
 
 use std::sync::Arc;
 
@@ -7,6 +8,7 @@ use cudarc::driver::sys;
 use crate::context::Context;
 use crate::driver::{CudaError, check};
 use crate::faults::FaultPoint;
+use crate::plain::PlainMemory;
 
 /// What the arena needs of a device. The tests have one without a device, which fails on demand.
 pub trait Physical {
@@ -35,28 +37,121 @@ pub trait Physical {
     fn unmap(&self, address: u64) -> Result<(), CudaError>;
 }
 
+/// Which of the ways that [`CardMemory`] has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// Granules.
+    Granules,
+    /// Plain allocations.
+    Plain,
+}
+
 /// The calls of a card.
 #[derive(Debug)]
-pub struct CardMemory {
+pub enum CardMemory {
+    /// Granules that are mapped at addresses reserved for them.
+    Granules(Granules),
+    /// One plain allocation a range, for cards and drivers without virtual memory management, and for who wants no governor.
+    Plain(PlainMemory),
+}
+
+impl CardMemory {
+    /// Granules of the card.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn granules(context: &Arc<Context>) -> Result<CardMemory, CudaError> {
+        Ok(CardMemory::Granules(Granules::new(context)?))
+    }
+
+    /// Bytes of a granule: the unit in which memory is taken, and counted.
+    pub fn granule(&self) -> u64 {
+        match self {
+            CardMemory::Granules(granules) => granules.granule,
+            CardMemory::Plain(_) => PlainMemory::GRANULE,
+        }
+    }
+
+    /// True if a range is allocated whole, so that its size has to be known before its first byte is used.
+    pub fn takes_ranges_whole(&self) -> bool {
+        matches!(self, CardMemory::Plain(_))
+    }
+}
+
+impl Physical for CardMemory {
+    type Handle = sys::CUmemGenericAllocationHandle;
+
+    fn reserve(&self, bytes: u64) -> Result<u64, CudaError> {
+        match self {
+            CardMemory::Granules(granules) => granules.reserve(bytes),
+            CardMemory::Plain(plain) => plain.allocate(bytes),
+        }
+    }
+
+    fn unreserve(&self, address: u64, bytes: u64) -> Result<(), CudaError> {
+        match self {
+            CardMemory::Granules(granules) => granules.unreserve(address, bytes),
+            CardMemory::Plain(plain) => plain.free(address),
+        }
+    }
+
+    fn create(&self) -> Result<Self::Handle, CudaError> {
+        match self {
+            CardMemory::Granules(granules) => granules.create(),
+            // The range's allocation holds it already; so below.
+            CardMemory::Plain(_) => Ok(0),
+        }
+    }
+
+    fn release(&self, handle: Self::Handle) -> Result<(), CudaError> {
+        match self {
+            CardMemory::Granules(granules) => granules.release(handle),
+            CardMemory::Plain(_) => Ok(()),
+        }
+    }
+
+    fn map(&self, address: u64, handle: Self::Handle) -> Result<(), CudaError> {
+        match self {
+            CardMemory::Granules(granules) => granules.map(address, handle),
+            CardMemory::Plain(_) => Ok(()),
+        }
+    }
+
+    fn allow(&self, address: u64, bytes: u64) -> Result<(), CudaError> {
+        match self {
+            CardMemory::Granules(granules) => granules.allow(address, bytes),
+            CardMemory::Plain(_) => Ok(()),
+        }
+    }
+
+    fn unmap(&self, address: u64) -> Result<(), CudaError> {
+        match self {
+            CardMemory::Granules(granules) => granules.unmap(address),
+            CardMemory::Plain(_) => Ok(()),
+        }
+    }
+}
+
+/// The driver's virtual memory calls.
+#[derive(Debug)]
+pub struct Granules {
     context: Arc<Context>,
     granule: u64,
 }
 
-impl CardMemory {
+impl Granules {
     /// Asks the driver for the card's granule.
-    pub fn new(context: &Arc<Context>) -> Result<CardMemory, CudaError> {
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(context: &Arc<Context>) -> Result<Granules, CudaError> {
         context.bind()?;
         let mut granule = 0;
         let option = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
         // SAFETY: the properties are valid for the call; it writes one integer.
         let result = unsafe { sys::cuMemGetAllocationGranularity(&mut granule, &properties(context), option) };
         check(result, "cuMemGetAllocationGranularity")?;
-        Ok(CardMemory { context: context.clone(), granule: granule.max(1) as u64 })
-    }
-
-    /// Bytes of a granule.
-    pub fn granule(&self) -> u64 {
-        self.granule
+        Ok(Granules { context: context.clone(), granule: granule.max(1) as u64 })
     }
 }
 
@@ -72,7 +167,7 @@ fn properties(context: &Context) -> sys::CUmemAllocationProp {
     properties
 }
 
-impl Physical for CardMemory {
+impl Physical for Granules {
     type Handle = sys::CUmemGenericAllocationHandle;
 
     fn reserve(&self, bytes: u64) -> Result<u64, CudaError> {

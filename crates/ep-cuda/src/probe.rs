@@ -106,7 +106,7 @@ struct Area {
 
 impl Area {
     fn new(context: &Arc<Context>, bytes: u64) -> Result<Area, CudaError> {
-        let memory = CardMemory::new(context)?;
+        let memory = CardMemory::granules(context)?;
         let granule = memory.granule();
         let reserved = bytes.div_ceil(granule) * granule;
         let base = memory.reserve(reserved)?;
@@ -145,6 +145,7 @@ impl Drop for Area {
 /// [`DriverProblem`], in every variant.
 pub fn probe(ordinal: usize) -> Result<Probe, DriverProblem> {
     let context = Context::open(ordinal)?;
+    context.card().needs_virtual_memory()?;
     let (free_bytes, total_bytes) = context.memory_info()?;
     let stream = Stream::new(&context)?;
     let host = PinnedBuffer::new(&context, MOVED as usize)?;

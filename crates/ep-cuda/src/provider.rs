@@ -41,6 +41,7 @@ pub const PIECE_BYTES: u64 = 32 << 20;
 const FIXED: usize = 4;
 const SCRATCH: usize = 5;
 const STATE: usize = 6;
+const RANGE_COUNT: usize = 7;
 
 /// The ranges that the engine maps.
 const RANGES: [RangeKind; 4] = [RangeKind::Weights, RangeKind::Staging, RangeKind::Kv, RangeKind::Workspace];
@@ -98,6 +99,8 @@ pub struct CudaProvider {
     states: Regions,
     /// Bytes of a slot of the program recorded last that has slots.
     slot_bytes: u64,
+    /// Where ranges are allocated whole, bytes that each was said to need at most.
+    whole: [u64; RANGE_COUNT],
     context: Arc<Context>,
 }
 
@@ -182,6 +185,7 @@ impl Provider for CudaProvider {
     fn resize(&mut self, range: RangeKind, bytes: u64) -> Result<u64, DeviceError> {
         self.bind()?;
         self.unmappings += u64::from(bytes < self.arena.end(range_index(range)));
+        self.ready_range(range_index(range), bytes, &format!("{range:?}"))?;
         let mapped = self
             .fence_and(&format!("{range:?}"), bytes, |arena, fenced| arena.resize(fenced, range_index(range), bytes))?;
         if range == RangeKind::Staging && bytes > 0 && self.link.is_none() {
@@ -230,6 +234,10 @@ impl Provider for CudaProvider {
         self.uploader.as_ref().map_or_else(Vec::new, Uploader::fallbacks)
     }
 
+    fn expect_at_most(&mut self, range: RangeKind, bytes: u64) {
+        self.whole[range_index(range)] = bytes;
+    }
+
     fn report(&self) -> DeviceReport {
         self.device_report()
     }
@@ -241,6 +249,7 @@ impl Provider for CudaProvider {
 
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {
         self.bind()?;
+        self.ready_range(range_index(range), offset.saturating_add(bytes), &format!("{range:?}"))?;
         let mapped = self.arena.map(range_index(range), offset, bytes);
         mapped.map_err(|e| self.arena_error(&format!("{range:?}"), bytes, e))
     }

@@ -97,6 +97,10 @@ pub trait Provider: Send {
     /// changed.
     fn resize(&mut self, range: RangeKind, bytes: u64) -> Result<u64, DeviceError>;
 
+    /// Says before anything of the range is mapped that it will hold at most `bytes` bytes, which a device that takes a range whole,
+    /// in one plain allocation, has to know. Said where nothing is managed; a device that maps granules may do without.
+    fn expect_at_most(&mut self, _range: RangeKind, _bytes: u64) {}
+
     /// Bytes mapped in the range now, by the device's own count.
     fn mapped(&self, range: RangeKind) -> u64;
 
@@ -155,7 +159,7 @@ pub trait Provider: Send {
     }
 
     /// Measures the link, once it was readied, with what is mapped of the staging range, whose contents are lost. Takes
-    /// milliseconds, and some pinned memory of the host for that time.
+    /// tens of milliseconds, and some pinned memory of the host for that time.
     ///
     /// # Errors
     /// Why it can't be measured, in words for a user.

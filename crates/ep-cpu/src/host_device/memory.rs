@@ -1,5 +1,6 @@
 //! The device's memory: four ranges over one capacity, mapped and unmapped for real.
 
+use std::collections::BTreeMap;
 use std::io;
 
 use headrace_provider::{DeviceError, RangeKind};
@@ -23,6 +24,8 @@ pub struct DeviceMemory {
     pub workspace: Region,
     /// Resident weights; reserved when the model is known.
     pub weights: Option<Granules>,
+    /// What a range was said to hold at most, and is held to.
+    expected: BTreeMap<RangeKind, u64>,
     probe: DeviceProbe,
 }
 
@@ -52,8 +55,23 @@ impl DeviceMemory {
             kv: region("KV addresses")?,
             workspace: region("workspace addresses")?,
             weights: None,
+            expected: BTreeMap::new(),
             probe,
         })
+    }
+
+    /// Notes what a range will hold at most: a device that takes it whole could map nothing beyond.
+    pub fn expect_at_most(&mut self, range: RangeKind, bytes: u64) {
+        self.expected.insert(range, bytes);
+    }
+
+    fn is_expected(&self, range: RangeKind, end: u64) -> Result<(), DeviceError> {
+        match self.expected.get(&range) {
+            Some(&most) if end > most => {
+                Err(NAME.invalid(format!("{range:?}: {end} bytes, where at most {most} were announced")))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Checks that `bytes` of what the device keeps would fit.
@@ -88,6 +106,7 @@ impl DeviceMemory {
     pub fn resize(&mut self, range: RangeKind, bytes: u64) -> Result<u64, DeviceError> {
         let whole = bytes.checked_next_multiple_of(self.granule);
         let whole = whole.ok_or_else(|| NAME.no_memory(format!("{range:?}"), bytes, "more than the address space"))?;
+        self.is_expected(range, whole)?;
         if range == RangeKind::Weights {
             return self.resize_weights(whole);
         }
@@ -106,6 +125,7 @@ impl DeviceMemory {
 
     /// Backs granules of the weights that are not backed.
     pub fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {
+        self.is_expected(range, offset.saturating_add(bytes))?;
         let weights = self.by_granules(range)?;
         let granules = weights.whole(offset, bytes).map_err(|e| NAME.invalid(format!("{range:?}: {e}")))?;
         if !weights.all(granules.clone(), false) {

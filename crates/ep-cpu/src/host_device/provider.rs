@@ -73,6 +73,10 @@ impl Provider for HostDevice {
         Ok(mapped)
     }
 
+    fn expect_at_most(&mut self, range: RangeKind, bytes: u64) {
+        self.memory.expect_at_most(range, bytes);
+    }
+
     fn mapped(&self, range: RangeKind) -> u64 {
         self.memory.mapped(range)
     }

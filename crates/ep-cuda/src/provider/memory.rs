@@ -22,6 +22,15 @@ impl CudaProvider {
         self.arena.mapped(range_index(range))
     }
 
+    /// Where ranges are allocated whole, allocates one that hasn't been, for all that was said of it and at least for `bytes`.
+    pub(super) fn ready_range(&mut self, range: usize, bytes: u64, what: &str) -> Result<(), DeviceError> {
+        if bytes == 0 || self.arena.reserved(range) > 0 || !self.arena.physical().takes_ranges_whole() {
+            return Ok(());
+        }
+        let bytes = self.whole.get(range).map_or(bytes, |&whole| whole.max(bytes));
+        self.arena.reserve(range, bytes).map_err(|e| self.arena_error(what, bytes, e))
+    }
+
     /// Maps so that `0 .. bytes` of a private range is backed; it never shrinks.
     pub(super) fn grow(&mut self, range: usize, bytes: u64, what: &str) -> Result<(), DeviceError> {
         let mapped = self.arena.mapped(range);
@@ -30,6 +39,7 @@ impl CudaProvider {
         if target <= mapped {
             return Ok(());
         }
+        self.ready_range(range, target, what)?;
         self.arena.map(range, mapped, target - mapped).map_err(|e| self.arena_error(what, target - mapped, e))
     }
 

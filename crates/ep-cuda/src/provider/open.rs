@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use super::CudaProvider;
+use super::{CudaProvider, RANGE_COUNT};
 use crate::arena::{Arena, ArenaError};
 use crate::clock::Clock;
 use crate::context::Context;
@@ -12,36 +12,44 @@ use crate::faults::Faults;
 use crate::graph::GraphCounters;
 use crate::launcher::Launcher;
 use crate::overhead::OverheadMeter;
-use crate::physical::CardMemory;
+use crate::physical::{Backing, CardMemory};
+use crate::plain::PlainMemory;
 use crate::regions::Regions;
 use crate::share::{Share, Shares};
 use crate::stream::Streams;
 
 impl CudaProvider {
-    /// Opens card `ordinal`: context, streams, address ranges, and the kernels that `kernels` loads. Takes no granule yet.
-    /// `faults` are calls of the driver that are refused on demand.
+    /// Opens card `ordinal`: context, streams, address ranges, and the kernels that `kernels` loads. Takes no memory of ranges yet,
+    /// which it takes as `backing` says. `faults` are calls of the driver that are refused on demand.
     ///
     /// # Errors
     /// [`DriverProblem`] says what the machine lacks, in words for its user.
     pub fn open_with(
         ordinal: usize,
+        backing: Backing,
         kernels: impl FnOnce(&Arc<Context>) -> Result<Box<dyn Launcher>, DriverProblem>,
         faults: Faults,
     ) -> Result<CudaProvider, DriverProblem> {
         // The driver is asked first: without one, nothing else needs to be looked for.
         let driver = crate::driver::Driver::load()?;
         let usable = driver.usable_card(ordinal)?;
+        if backing == Backing::Granules {
+            usable.needs_virtual_memory()?;
+        }
         let mut shares = Shares::lock();
         let meter = OverheadMeter::before(&usable);
         let context = Context::open_with(ordinal, faults)?;
         let (free_before, _) = context.memory_info()?;
         let streams = Streams::new(&context)?;
         let launcher = kernels(&context)?;
-        let memory = CardMemory::new(&context)?;
+        let (memory, addresses) = match backing {
+            // Addresses cost nothing: each range could hold the whole card.
+            Backing::Granules => (CardMemory::granules(&context)?, context.card().total_bytes),
+            // A range has none before it is known how large it will be.
+            Backing::Plain => (CardMemory::Plain(PlainMemory::new(&context)), 0),
+        };
         let granule = memory.granule();
-        let card = context.card().total_bytes;
-        // Addresses cost nothing: each range could hold the whole card.
-        let arena = Arena::new(memory, granule, &[card; 7]).map_err(|error| match error {
+        let arena = Arena::new(memory, granule, &[addresses; RANGE_COUNT]).map_err(|error| match error {
             ArenaError::Driver(error) => DriverProblem::Call(error),
             other => DriverProblem::Call(crate::driver::CudaError {
                 call: "address ranges".into(),
@@ -81,6 +89,7 @@ impl CudaProvider {
             most_positions: usize::MAX,
             states: Regions::default(),
             slot_bytes: 0,
+            whole: [0; RANGE_COUNT],
             context,
         })
     }
@@ -93,11 +102,22 @@ impl CudaProvider {
         CudaProvider::open_refusing(ordinal, Faults::default())
     }
 
+    /// As [`CudaProvider::open`], with plain allocations instead of granules. Runs where a card offers no virtual memory management.
+    /// A range is allocated whole when its first byte is mapped, as large as [`headrace_provider::Provider::expect_at_most`] said or
+    /// as is asked for then, and doesn't grow beyond that.
+    ///
+    /// # Errors
+    /// As [`CudaProvider::open_with`].
+    pub fn open_plain(ordinal: usize) -> Result<CudaProvider, DriverProblem> {
+        let kernels = crate::kernel_launcher::KernelLauncher::open;
+        CudaProvider::open_with(ordinal, Backing::Plain, kernels, Faults::default())
+    }
+
     /// As [`CudaProvider::open`], with calls of the driver that are refused on demand. A test instrument.
     ///
     /// # Errors
     /// As [`CudaProvider::open_with`].
     pub fn open_refusing(ordinal: usize, faults: Faults) -> Result<CudaProvider, DriverProblem> {
-        CudaProvider::open_with(ordinal, crate::kernel_launcher::KernelLauncher::open, faults)
+        CudaProvider::open_with(ordinal, Backing::Granules, crate::kernel_launcher::KernelLauncher::open, faults)
     }
 }

@@ -124,6 +124,7 @@ impl CudaProvider {
         let chains = chains(&plan, model, &attached.geometry, chain_chunks(model, positions));
         let state = StateLayout::new(&descriptor, model, &chains).bytes;
         let state = Regions::bytes_of(state, programs).next_multiple_of(granule);
+        (self.whole[SCRATCH], self.whole[STATE]) = (scratch, state);
         Ok(scratch.saturating_add(state))
     }
 
