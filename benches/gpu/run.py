@@ -146,7 +146,9 @@ def prefill(engine: headrace.Engine) -> dict[str, float]:
     return {"prefill": 512, "step_ms": step * 1e3, "tokens_per_s": 512 / step} | device_ms(engine.stats())
 
 
-def measure(path: Path, shape: str, cold: list[float], contexts: list[int], rows_out: list[dict[str, Any]]) -> None:
+def measure(
+    path: Path, shape: str, batches: list[int], cold: list[float], contexts: list[int], rows_out: list[dict[str, Any]]
+) -> None:
     # Beyond the longest prompt, room for what its sequence says while the others are read.
     longest = max([2048 - PREFILL_CHUNK, *contexts]) + PREFILL_CHUNK
     options: dict[str, Any] = {"max_context": longest, "max_batch": 32, "prefill_chunk": PREFILL_CHUNK}
@@ -155,7 +157,7 @@ def measure(path: Path, shape: str, cold: list[float], contexts: list[int], rows
         engine = headrace.Engine.load(path, device="cuda", activations=activations, **options)
         load = time.monotonic() - start
         step_bytes = engine.plan.model.step_bytes
-        for sequences in (1, 8, 32):
+        for sequences in batches:
             row = {"shape": shape, "activations": activations, "sequences": sequences, "cold": 0.0, "load_s": load}
             row["load_parts_s"] = dict(engine.stats().time.load_parts)
             row |= decode(engine, sequences, 64)
@@ -219,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs="*", type=Path, default=[], help="models whose bits are compared with the CPU's")
     parser.add_argument("--shape", choices=HBM_SHAPES, action="append", default=[], help="shapes to time")
+    parser.add_argument("--sequences", type=int, nargs="*", default=[1, 8, 32], help="sequences at once, up to 32, all weights resident")
     parser.add_argument("--contexts", type=int, nargs="*", default=[], help="decode steps of sequences this long, of the shape 14b")
     parser.add_argument("--cold", type=float, nargs="*", default=[0.06, 0.12, 0.25, 0.5, 0.75, 1.0])
     parser.add_argument("--model-dir", type=Path, default=Path("/tmp/headrace-models"))
@@ -238,7 +241,7 @@ def main() -> None:
             if not (path / "model.onnx").exists():
                 make_model.build(make_model.SHAPES[shape], path, 1)
             large = shape == "14b"
-            measure(path, shape, a.cold if large else [], a.contexts if large else [], result["times"])
+            measure(path, shape, a.sequences, a.cold if large else [], a.contexts if large else [], result["times"])
     finally:
         (a.out / "gpu.json").write_text(json.dumps(result, indent=1))
     print(f"\n{len(result['checks'])} comparisons equal")

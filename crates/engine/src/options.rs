@@ -147,6 +147,13 @@ impl EngineOptions {
             let what = "only placement = auto, zero-copy and hybrid may read weights in place";
             return refuse("host_mapped_budget", &bytes, what);
         }
+        if let Some(bytes) = self.host_mapped_budget.filter(|_| self.policy.is_some()) {
+            return refuse(
+                "host_mapped_budget",
+                &bytes,
+                "under a policy nothing is read in place: give one or the other",
+            );
+        }
         if self.policy.is_some() && !matches!(mode, PlacementMode::Auto | PlacementMode::Stream) {
             return refuse("placement", &mode.name(), "a policy decides placement itself: leave it at auto or stream");
         }

@@ -1,6 +1,6 @@
 //! What `auto` chooses on links of known speed, that it says why, and that no choice changes a token or a byte of the books.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 mod common;
 
@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use common::{GRANULE, check_books, cpu, limits, options, small_model};
 use headrace_engine::mode::PlacementChoice;
-use headrace_engine::{Engine, EngineOptions, GenerationOptions, PolicyKind};
-use headrace_ep_cpu::host_device::{DeviceProbe, HostDevice, HostOptions};
+use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions, PlacementMode, PolicyKind, Result};
+use headrace_ep_cpu::host_device::{DeviceProbe, Fault, FaultPoint, HostDevice, HostOptions};
 use headrace_model::ModelSpec;
 
 const CONTEXT: usize = 192;
@@ -37,9 +37,21 @@ fn model() -> Arc<ModelSpec> {
 }
 
 fn load(model: &Arc<ModelSpec>, host: HostOptions, options: EngineOptions, limit: u64) -> (Engine, DeviceProbe) {
+    let (engine, probe) = try_load(model, host, options, limit, None);
+    (engine.unwrap(), probe)
+}
+
+fn try_load(
+    model: &Arc<ModelSpec>,
+    host: HostOptions,
+    options: EngineOptions,
+    limit: u64,
+    fault: Option<Fault>,
+) -> (Result<Engine>, DeviceProbe) {
     let device = HostDevice::new(HostOptions { capacity: Some(limit), ..host }).unwrap();
     let probe = device.probe();
-    (Engine::on_device(model.clone(), None, options, Box::new(device), limit).unwrap(), probe)
+    fault.into_iter().for_each(|fault| probe.inject(fault));
+    (Engine::on_device(model.clone(), None, options, Box::new(device), limit), probe)
 }
 
 fn tokens(engine: &mut Engine) -> Vec<u32> {
@@ -123,6 +135,21 @@ fn nothing_is_measured_where_nothing_can_be_chosen() {
 }
 
 #[test]
+fn a_budget_where_nothing_can_be_read_in_place_is_refused() {
+    let budget = EngineOptions { host_mapped_budget: Some(1 << 20), ..options(1, 16) };
+    assert!(budget.check().is_ok());
+    for (options, word) in [
+        (EngineOptions { policy: Some(PolicyKind::Lru), ..budget.clone() }, "policy"),
+        (EngineOptions { placement: PlacementMode::Stream, ..budget.clone() }, "placement"),
+    ] {
+        let Err(EngineError::Argument { name: "host_mapped_budget", what, .. }) = options.check() else {
+            panic!("{word}: accepted")
+        };
+        assert!(what.contains(word), "{what}");
+    }
+}
+
+#[test]
 fn a_limit_that_is_lowered_below_what_fitted_has_the_link_measured_then() {
     let model = model();
     let (least, most) = limits(&model, &options(1, 16));
@@ -141,6 +168,42 @@ fn a_limit_that_is_lowered_below_what_fitted_has_the_link_measured_then() {
             assert_eq!(copied > 0, mode == "stream" && limit == least, "{limit}");
             check_books(&engine, &probe, most, mode);
             assert!(engine.stats().unwrap().memory[0].used <= limit);
+        }
+    }
+}
+
+#[test]
+fn a_refusal_on_the_way_to_a_choice_is_typed_and_changes_nothing() {
+    let model = model();
+    let (least, most) = limits(&model, &options(1, 16));
+    let expected = tokens(&mut cpu(&model, options(1, 16)));
+    let mut refused = 0;
+    for at in [FaultPoint::Resize, FaultPoint::Map, FaultPoint::Load] {
+        for nth in 1.. {
+            let (loaded, probe) = try_load(&model, SLOW, options(1, 16), least, Some(Fault { at, nth }));
+            if probe.fired() == 0 {
+                break;
+            }
+            refused += 1;
+            assert!(matches!(loaded, Err(EngineError::Device(_))), "{at:?} {nth}");
+        }
+    }
+    assert!(refused >= 3, "{refused}: the workspace, the ring to measure with, and pieces");
+    for at in [FaultPoint::Resize, FaultPoint::Map, FaultPoint::Load, FaultPoint::Unmap] {
+        for nth in 1.. {
+            let (mut engine, probe) = load(&model, SLOW, options(1, 16), most);
+            assert_eq!(tokens(&mut engine), expected);
+            probe.inject(Fault { at, nth });
+            let changed = engine.set_vram_limit(least);
+            let when = format!("{at:?} {nth}: {changed:?}");
+            // The first change stands or falls as a whole; a failure to take up what was measured leaves it standing.
+            let in_force = if changed.is_ok() { least } else { most };
+            assert_eq!(engine.memory().unwrap().limit, in_force, "{when}");
+            assert_eq!(tokens(&mut engine), expected, "{when}");
+            assert!(engine.stats().unwrap().memory[0].used <= in_force, "{when}");
+            if probe.fired() == 0 {
+                break;
+            }
         }
     }
 }
