@@ -117,3 +117,61 @@ fn expected_seconds(layout: &PieceLayout, plan: &MemoryPlan, kv: u64, ceilings: 
     let copying = (cold - in_place) as f64 / ceilings.copies;
     reading + copying.max(computing)
 }
+
+#[cfg(test)]
+mod tests {
+    use headrace_kv::{KvGeometry, KvLayout};
+    use headrace_numerics::elementwise::KvDtype;
+    use headrace_testing::{ModelShape, random_model};
+
+    use super::*;
+
+    const GRANULE: u64 = 4096;
+
+    /// A plan of a model half of which fits, with as many bytes read in place as `auto` likes.
+    fn chosen_by(ceilings: LinkCeilings) -> MemoryPlan {
+        let shape = ModelShape { layers: 40, ..ModelShape::default() };
+        let layout = PieceLayout::new(&random_model(3, &shape), 8192);
+        let geometry = KvGeometry {
+            layers: shape.layers,
+            kv_heads: shape.kv_heads,
+            head_dim: shape.head_dim,
+            dtype: KvDtype::F16,
+            layout: KvLayout::HeadMajor,
+            page_tokens: KvGeometry::DEFAULT_PAGE_TOKENS,
+        };
+        let sizes = Sizes {
+            limit: layout.range_bytes / 2 + 2 * geometry.page_bytes() as u64,
+            workspace: GRANULE,
+            geometry,
+            max_context: 16,
+            max_batch: 1,
+            slots: 2,
+            mode: PlacementMode::Auto,
+            mapped_budget: 1 << 30,
+            link: Link::Measured(ceilings),
+            headroom: 0,
+        };
+        MemoryPlan::new(&layout, GRANULE, &DeviceNeeds::default(), &sizes).unwrap()
+    }
+
+    #[test]
+    fn reads_in_place_have_to_make_up_for_the_kernels_that_they_hold_up() {
+        // As fast as copies, a fifth faster, ten times as fast; and with memory that is beyond compare, unknown, four times as
+        // fast as the link, or as slow as it: then copies are hidden behind kernels, and cost nothing.
+        for (in_place, memory, mode) in [
+            (1e9, None, "stream"),
+            (1.2e9, None, "hybrid"),
+            (1.2e9, Some(4e9), "stream"),
+            (1.2e9, Some(4e12), "hybrid"),
+            (10e9, Some(4e9), "hybrid"),
+            (10e9, Some(1e9), "stream"),
+        ] {
+            let plan = chosen_by(LinkCeilings { copies: 1e9, in_place, memory });
+            let choice = &plan.choice;
+            assert_eq!(choice.mode, mode, "{in_place} {memory:?}: {}", choice.reason);
+            assert_eq!(choice.host_mapped_budget > 0, mode == "hybrid");
+            assert!(choice.reason.contains("copies were measured at 1.0 GB/s"), "{}", choice.reason);
+        }
+    }
+}
