@@ -6,9 +6,10 @@
 
 For each model and each way: a prompt and a few tokens, a ragged batch, a long prompt. The ways: everything `resident`, the
 `smallest` limit, one that holds everything at the start, so that weights are demoted when a sequence has `grown` (an epoch
-change in mid-generation), and plain allocations (`unmanaged`). `small` is a random model that is made here, whose one-row steps go through the persistent kernel.
-Tokens must be the CPU's. One way a run under compute-sanitizer: it holds on to Python objects, engines too. For `--tool racecheck`,
-which is slow, `small --layers 1 --longest 70 --ways resident` takes half a minute on an H200; a real model wants short prompts.
+change in mid-generation), and plain allocations (`unmanaged`). `small` is a random model that is made here, whose one-row steps
+go through the persistent kernel. Tokens must be the CPU's. One way a run under compute-sanitizer: it holds on to Python objects,
+engines too. For `--tool racecheck`, which is slow, `small --layers 1 --longest 70 --ways resident` takes half a minute on an H200;
+a real model wants short prompts: SmolLM2 takes two minutes with `--new 2 --shortest 6 --longest 20`.
 Each part says when it is done, so that a run that was ended says how far it came.
 """
 

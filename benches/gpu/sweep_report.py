@@ -21,8 +21,8 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> str:
 def _limits(result: Result) -> str:
     rows = [
         [
-            "none" if r["limit"] is None else f"{r['limit']:,}", f"{r['share']:.0%}", r["mode"], f"{r['cold']:.1%}", f"{r['step_ms']:.2f}", f"{r['tokens_per_s']:.1f}",
-            f"{r['floor_ms']:.2f}", f"{r['of_floor']:.1%}", f"{r.get('link_gb_per_s', 0):.1f}",
+            "none" if r["limit"] is None else f"{r['limit']:,}", f"{r['share']:.0%}", r["mode"], f"{r['cold']:.1%}",
+            f"{r['step_ms']:.2f}", f"{r['tokens_per_s']:.1f}", f"{r['floor_ms']:.2f}", f"{r['of_floor']:.1%}", f"{r.get('link_gb_per_s', 0):.1f}",
         ]
         for r in result["limits"]
     ]  # fmt: skip
@@ -33,7 +33,8 @@ def _limits(result: Result) -> str:
 def _policies(result: Result) -> str:
     rows = [
         [
-            r["policy"], f"{r['share']:.0%}", f"{r['streamed']:,.0f}", f"{r['step_ms']:.1f}", f"{r['tokens_per_s']:.2f}", f"{r['floor_ms']:.1f}",
+            r["policy"], f"{r['share']:.0%}" if "share" in r else "", f"{r['streamed']:,.0f}", f"{r['step_ms']:.1f}",
+            f"{r['tokens_per_s']:.2f}", f"{r['floor_ms']:.1f}",
             f"{r['evictions']:.1f}", "" if r["bypassed_share"] is None else f"{r['bypassed_share']:.1%}",
         ]
         for r in result["policies"]

@@ -6,7 +6,6 @@ use headrace_provider::LinkCeilings;
 use crate::error::Result;
 use crate::layout::PieceLayout;
 use crate::mode::PlacementMode;
-use crate::placement::Placement;
 use crate::plan::{DeviceNeeds, MemoryPlan, Sizes};
 
 /// What kernels of a step reach of the ceiling of reads in place, which a kernel that does nothing else sets. Measured on an H200
@@ -39,9 +38,8 @@ impl Link {
 /// in all other cases they are copied.
 pub(crate) fn plan(layout: &PieceLayout, granule: u64, device: &DeviceNeeds, sizes: &Sizes) -> Result<MemoryPlan> {
     let copied = MemoryPlan::with_budget(layout, granule, device, sizes, 0)?;
-    let (limit, most) = (sizes.limit, copied.buckets.max().bytes);
-    let all = Placement::all_resident(layout).mapped_bytes(layout, granule);
-    let largest = limit / granule * granule - copied.for_weights_and_kv + most + all;
+    let (limit, budget, most) = (sizes.limit, sizes.mapped_budget, copied.buckets.max().bytes);
+    let largest = limit / granule * granule - copied.for_weights_and_kv + most + copied.all_bytes;
     if copied.never_cold {
         let what =
             format!("all weights fit beside the most that KV may take, {most} bytes: {largest} of {limit} bytes");
@@ -50,21 +48,17 @@ pub(crate) fn plan(layout: &PieceLayout, granule: u64, device: &DeviceNeeds, siz
     let over =
         format!("all weights beside the most that KV may take would be {largest} bytes, and the limit is {limit}");
     let copies = format!("{over}; what is cold is copied through the ring");
-    let budget = sizes.mapped_budget;
     let ceilings = match &sizes.link {
-        _ if budget == 0 => {
-            return Ok(chosen(copied, PlacementMode::Stream, format!("{copies}: nothing may be read in place")));
-        }
+        _ if budget == 0 => Err(": nothing may be read in place".to_string()),
         Link::Unmeasured => {
-            let what =
-                format!("{copies}, unless reads in place are found to be faster: the link hasn't been measured yet");
-            return Ok(chosen(copied, PlacementMode::Stream, what));
+            Err(", unless reads in place are found to be faster: the link hasn't been measured yet".to_string())
         }
-        Link::Unknown(why) => {
-            let what = format!("{copies}; whether reads in place would be faster is not known: {why}");
-            return Ok(chosen(copied, PlacementMode::Stream, what));
-        }
-        Link::Measured(ceilings) => ceilings,
+        Link::Unknown(why) => Err(format!("; whether reads in place would be faster is not known: {why}")),
+        Link::Measured(ceilings) => Ok(ceilings),
+    };
+    let ceilings = match ceilings {
+        Ok(ceilings) => ceilings,
+        Err(why) => return Ok(chosen(copied, PlacementMode::Stream, copies + &why)),
     };
     let in_place = MemoryPlan::with_budget(layout, granule, device, sizes, budget)?;
     // Compared as it is at the beginning; where nothing is cold then, as it is in the end.
@@ -108,9 +102,8 @@ pub(crate) fn depends_on_link(plan: &MemoryPlan, sizes: &Sizes) -> bool {
 /// with the copies.
 fn expected_seconds(layout: &PieceLayout, plan: &MemoryPlan, kv: u64, ceilings: &LinkCeilings) -> f64 {
     let placement = plan.placement_beside(layout, kv);
-    let mapped = placement.host_mapped(layout, plan.choice.host_mapped_budget);
     let cold = placement.cold_bytes(layout);
-    let in_place: u64 = layout.pieces.iter().zip(&mapped).filter(|(_, m)| **m).map(|(p, _)| p.weight_bytes).sum();
+    let in_place = placement.host_mapped_bytes(layout, plan.choice.host_mapped_budget);
     let resident = (layout.weight_bytes - cold) as f64;
     let computing = ceilings.memory.map_or(0.0, |speed| resident / (speed * MEMORY_REACHED));
     let reading = in_place as f64 / (ceilings.in_place * IN_PLACE_REACHED);

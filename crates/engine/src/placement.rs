@@ -77,6 +77,12 @@ impl Placement {
         mapped
     }
 
+    /// Bytes of weights in the pieces that [`Placement::host_mapped`] picks.
+    pub fn host_mapped_bytes(&self, layout: &PieceLayout, budget: u64) -> u64 {
+        let pieces = layout.pieces.iter().zip(self.host_mapped(layout, budget));
+        pieces.filter(|(_, mapped)| *mapped).map(|(piece, _)| piece.weight_bytes).sum()
+    }
+
     /// True if something has to go through the ring: a cold piece that isn't read in place within `budget` bytes.
     pub fn streams(&self, layout: &PieceLayout, budget: u64) -> bool {
         match budget {

@@ -141,6 +141,8 @@ pub struct MemoryPlan {
     pub choice: PlacementChoice,
     /// The ladder of KV capacities.
     pub buckets: Buckets,
+    /// Bytes of granules that all weights take.
+    pub all_bytes: u64,
     /// Bytes of granules that weights may take while KV is at its floor.
     pub weights_bytes: u64,
     /// What is resident then.
@@ -260,6 +262,7 @@ impl MemoryPlan {
             headroom,
             choice,
             buckets,
+            all_bytes,
             weights_bytes: 0,
             placement: all,
             never_cold,
@@ -270,12 +273,11 @@ impl MemoryPlan {
 
     /// Bytes of granules that weights may take while KV has a capacity of `kv` bytes, and what is resident then.
     fn beside(&self, layout: &PieceLayout, kv: u64) -> (u64, Placement) {
-        let all = Placement::all_resident(layout).mapped_bytes(layout, self.granule);
         let room = self.for_weights_and_kv.saturating_sub(kv);
         // Where everything cold is read in place there is no ring, and its bytes are free as long as that is so.
-        let without_ring = Placement::within(layout, self.granule, room.min(all));
+        let without_ring = Placement::within(layout, self.granule, room.min(self.all_bytes));
         match without_ring.streams(layout, self.choice.host_mapped_budget) {
-            false => (room.min(all), without_ring),
+            false => (room.min(self.all_bytes), without_ring),
             true => {
                 let bytes = room.saturating_sub(self.ring_room);
                 (bytes, Placement::within(layout, self.granule, bytes))

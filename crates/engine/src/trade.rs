@@ -4,7 +4,6 @@ use headrace_kv::KvGeometry;
 use serde::Serialize;
 
 use crate::layout::PieceLayout;
-use crate::placement::Placement;
 use crate::plan::{MemoryPlan, Sizes};
 
 /// A step of so many sequences, all of them as long as the table says.
@@ -62,7 +61,7 @@ impl Trade {
         Trade {
             length,
             largest,
-            largest_by_memory: plan.kv_room(layout) as usize / sizes.geometry.page_bytes() / pages,
+            largest_by_memory: plan.kv_room() as usize / sizes.geometry.page_bytes() / pages,
             before_kv_takes_weights: low,
             rows,
         }
@@ -71,9 +70,8 @@ impl Trade {
 
 impl MemoryPlan {
     /// Bytes that KV could take if it were asked for them: all but the ring, or the weights that have to be resident.
-    fn kv_room(&self, layout: &PieceLayout) -> u64 {
-        let all = Placement::all_resident(layout).mapped_bytes(layout, self.granule);
-        let weights = self.breakdown.needs.iter().find(|n| n.name == "weights").map_or(all, |n| n.bytes);
+    fn kv_room(&self) -> u64 {
+        let weights = self.breakdown.needs.iter().find(|n| n.name == "weights").map_or(self.all_bytes, |n| n.bytes);
         let stays = if self.ring_room > 0 { self.ring_room } else { weights };
         self.for_weights_and_kv.saturating_sub(stays)
     }
@@ -88,10 +86,8 @@ impl MemoryPlan {
         let bucket = self.buckets.bucket_for(sequences.checked_mul(pages_each)?)?;
         debug_assert_eq!(self.buckets.page_bytes(), geometry.page_bytes() as u64);
         let placement = self.placement_beside(layout, bucket.bytes);
-        let mapped = placement.host_mapped(layout, self.choice.host_mapped_budget);
         let cold = placement.cold_bytes(layout);
-        let pieces = layout.pieces.iter().zip(&mapped);
-        let host_mapped_bytes = pieces.filter(|(_, mapped)| **mapped).map(|(piece, _)| piece.weight_bytes).sum();
+        let host_mapped_bytes = placement.host_mapped_bytes(layout, self.choice.host_mapped_budget);
         let (streamed_bytes, resident_bytes) = (cold - host_mapped_bytes, layout.weight_bytes - cold);
         Some(TradeRow {
             sequences,

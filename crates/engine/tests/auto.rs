@@ -6,7 +6,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{GRANULE, check_books, cpu, limits, options, small_model};
+use common::{check_books, cpu, host_options, limits, options, small_model};
 use headrace_engine::mode::PlacementChoice;
 use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions, PlacementMode, PolicyKind, Result};
 use headrace_ep_cpu::host_device::{DeviceProbe, Fault, FaultPoint, HostDevice, HostOptions};
@@ -14,23 +14,15 @@ use headrace_model::ModelSpec;
 
 const CONTEXT: usize = 192;
 
-/// Copies at 2 MB/s: slower than any host reads its memory.
-const SLOW: HostOptions = HostOptions {
-    threads: Some(1),
-    level: None,
-    granule: GRANULE,
-    capacity: None,
-    positions: Some(CONTEXT),
-    poison: true,
-    memory_key: None,
-    shared_bytes: 0,
-    link: Some(2_000_000),
-    in_place: None,
-    pinning: true,
-};
+/// A link that copies 2 MB/s: slower than any host reads its memory.
+fn slow() -> HostOptions {
+    HostOptions { link: Some(2_000_000), ..host_options(&model()) }
+}
 
-/// Reads in place slower than those copies.
-const SLOWER_IN_PLACE: HostOptions = HostOptions { in_place: Some(1_000_000), ..SLOW };
+/// The same, and reads in place are slower still.
+fn slower_in_place() -> HostOptions {
+    HostOptions { in_place: Some(1_000_000), ..slow() }
+}
 
 fn model() -> Arc<ModelSpec> {
     small_model(29, 4, CONTEXT)
@@ -69,7 +61,7 @@ fn cold_weights_are_read_in_place_where_that_is_measured_to_be_faster() {
     let model = model();
     let (least, most) = limits(&model, &options(1, 16));
     let expected = tokens(&mut cpu(&model, options(1, 16)));
-    for (host, mode) in [(SLOW, "hybrid"), (SLOWER_IN_PLACE, "stream")] {
+    for (host, mode) in [(slow(), "hybrid"), (slower_in_place(), "stream")] {
         for limit in [least, least + (most - least) / 4] {
             let when = format!("{mode} at {limit}");
             let (mut engine, probe) = load(&model, host, options(1, 16), limit);
@@ -104,7 +96,7 @@ fn a_budget_of_reads_in_place_is_kept_and_0_forbids_them() {
     let expected = tokens(&mut cpu(&model, options(1, 16)));
     for (budget, mode) in [(40 << 10, "hybrid"), (0, "stream")] {
         let budgeted = EngineOptions { host_mapped_budget: Some(budget), ..options(1, 16) };
-        let (mut engine, probe) = load(&model, SLOW, budgeted, least);
+        let (mut engine, probe) = load(&model, slow(), budgeted, least);
         let choice = choice(&engine);
         assert_eq!((choice.mode.as_str(), choice.host_mapped_budget), (mode, budget), "{}", choice.reason);
         assert_eq!(tokens(&mut engine), expected);
@@ -121,10 +113,10 @@ fn nothing_is_measured_where_nothing_can_be_chosen() {
     let (least, most) = limits(&model, &options(1, 16));
     let policy = EngineOptions { policy: Some(PolicyKind::Lru), ..options(1, 16) };
     for (host, options, limit, mode, word) in [
-        (SLOW, options(1, 16), most, "resident", "fit"),
-        (HostOptions { pinning: false, ..SLOW }, options(1, 16), least, "stream", "nothing may be read in place"),
-        (HostOptions { link: None, ..SLOW }, options(1, 16), least, "stream", "not known"),
-        (SLOW, policy, least, "stream", "nothing may be read in place"),
+        (slow(), options(1, 16), most, "resident", "fit"),
+        (HostOptions { pinning: false, ..slow() }, options(1, 16), least, "stream", "nothing may be read in place"),
+        (HostOptions { link: None, ..slow() }, options(1, 16), least, "stream", "not known"),
+        (slow(), policy, least, "stream", "nothing may be read in place"),
     ] {
         let (engine, probe) = load(&model, host, options, limit);
         let choice = choice(&engine);
@@ -154,7 +146,7 @@ fn a_limit_that_is_lowered_below_what_fitted_has_the_link_measured_then() {
     let model = model();
     let (least, most) = limits(&model, &options(1, 16));
     let expected = tokens(&mut cpu(&model, options(1, 16)));
-    for (host, mode) in [(SLOW, "hybrid"), (SLOWER_IN_PLACE, "stream")] {
+    for (host, mode) in [(slow(), "hybrid"), (slower_in_place(), "stream")] {
         let (mut engine, probe) = load(&model, host, options(1, 16), most);
         for (limit, mode) in [(least, mode), (most, "resident"), ((least + most) / 2, mode)] {
             assert_eq!(tokens(&mut engine), expected, "{limit}");
@@ -180,7 +172,7 @@ fn a_refusal_on_the_way_to_a_choice_is_typed_and_changes_nothing() {
     let mut refused = 0;
     for at in [FaultPoint::Resize, FaultPoint::Map, FaultPoint::Load] {
         for nth in 1.. {
-            let (loaded, probe) = try_load(&model, SLOW, options(1, 16), least, Some(Fault { at, nth }));
+            let (loaded, probe) = try_load(&model, slow(), options(1, 16), least, Some(Fault { at, nth }));
             if probe.fired() == 0 {
                 break;
             }
@@ -191,7 +183,7 @@ fn a_refusal_on_the_way_to_a_choice_is_typed_and_changes_nothing() {
     assert!(refused >= 3, "{refused}: the workspace, the ring to measure with, and pieces");
     for at in [FaultPoint::Resize, FaultPoint::Map, FaultPoint::Load, FaultPoint::Unmap] {
         for nth in 1.. {
-            let (mut engine, probe) = load(&model, SLOW, options(1, 16), most);
+            let (mut engine, probe) = load(&model, slow(), options(1, 16), most);
             assert_eq!(tokens(&mut engine), expected);
             probe.inject(Fault { at, nth });
             let changed = engine.set_vram_limit(least);

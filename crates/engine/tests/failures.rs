@@ -8,7 +8,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{GRANULE, small_model};
+use common::{GRANULE, host_options, small_model};
 use headrace_engine::stats::PoolStats;
 use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions, Result};
 use headrace_ep_cpu::host_device::{DeviceProbe, Fault, FaultPoint, HostDevice, HostOptions};
@@ -53,14 +53,7 @@ fn engine_with(
     capacity: Option<u64>,
     faults: &[Fault],
 ) -> (Result<Engine>, DeviceProbe) {
-    let host = HostOptions {
-        threads: Some(1),
-        granule: GRANULE,
-        capacity,
-        positions: Some(CONTEXT),
-        ..HostOptions::default()
-    };
-    let device = HostDevice::new(host).unwrap();
+    let device = HostDevice::new(HostOptions { capacity, ..host_options(model) }).unwrap();
     let probe = device.probe();
     faults.iter().for_each(|f| probe.inject(*f));
     (Engine::on_device(model.clone(), None, options(), Box::new(device), limit), probe)

@@ -7,10 +7,10 @@ mod common;
 
 use std::sync::{Arc, Mutex};
 
-use common::{GRANULE, small_model};
+use common::{GRANULE, host_options, small_model};
 use headrace_engine::stats::Stats;
 use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions};
-use headrace_ep_cpu::host_device::{Fault, FaultPoint, HostDevice, HostOptions};
+use headrace_ep_cpu::host_device::{Fault, FaultPoint, HostDevice};
 use headrace_kv::{KvGeometry, KvLayout};
 use headrace_model::ModelSpec;
 use headrace_provider::{
@@ -131,8 +131,7 @@ fn options(depth: usize) -> EngineOptions {
 type Made = (headrace_engine::Result<Engine>, Arc<Mutex<Seen>>, headrace_ep_cpu::host_device::DeviceProbe);
 
 fn make(model: &Arc<ModelSpec>, options: EngineOptions, limit: u64, allowed: usize) -> Made {
-    let host = HostOptions { threads: Some(1), granule: GRANULE, positions: Some(CONTEXT), ..HostOptions::default() };
-    let device = HostDevice::new(host).unwrap();
+    let device = HostDevice::new(host_options(model)).unwrap();
     let (seen, probe) = (Arc::new(Mutex::new(Seen::default())), device.probe());
     let watched = Box::new(Watched { device, seen: seen.clone(), allowed });
     (Engine::on_device(model.clone(), None, options, watched, limit), seen, probe)

@@ -6,7 +6,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{GRANULE, host, limits, options, tiny_model};
+use common::{GRANULE, host, host_options, limits, options, tiny_model};
 use headrace_engine::serve::{Batcher, Event};
 use headrace_engine::stats::Stats;
 use headrace_engine::{Engine, EngineOptions, GenerationOptions};
@@ -130,9 +130,8 @@ fn what_the_process_takes_once_is_no_room_for_weights_or_kv() {
     let model = tiny_model(33, 6, CONTEXT);
     let (minimum, everything) = limits(&model, &wide());
     let trade = |context: u64| {
-        let options =
-            HostOptions { threads: Some(1), granule: GRANULE, positions: Some(CONTEXT), ..HostOptions::default() };
-        let device = Box::new(HostDevice::new(HostOptions { shared_bytes: context, ..options }).unwrap());
+        let host = HostOptions { shared_bytes: context, ..host_options(&model) };
+        let device = Box::new(HostDevice::new(host).unwrap());
         let limit = (minimum + everything) / 2 + context;
         Engine::on_device(model.clone(), None, wide(), device, limit).unwrap().trade(None).unwrap()
     };

@@ -157,7 +157,7 @@ impl Card {
     ///
     /// # Errors
     /// [`DriverProblem::NoVirtualMemory`].
-    pub fn needs_virtual_memory(&self) -> Result<(), DriverProblem> {
+    pub fn require_virtual_memory(&self) -> Result<(), DriverProblem> {
         match self.virtual_memory {
             true => Ok(()),
             false => Err(DriverProblem::NoVirtualMemory { name: self.name.clone() }),

@@ -145,7 +145,7 @@ impl Drop for Area {
 /// [`DriverProblem`], in every variant.
 pub fn probe(ordinal: usize) -> Result<Probe, DriverProblem> {
     let context = Context::open(ordinal)?;
-    context.card().needs_virtual_memory()?;
+    context.card().require_virtual_memory()?;
     let (free_bytes, total_bytes) = context.memory_info()?;
     let stream = Stream::new(&context)?;
     let host = PinnedBuffer::new(&context, MOVED as usize)?;

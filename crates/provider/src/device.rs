@@ -84,6 +84,9 @@ pub struct ProgramId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket(pub u64);
 
+/// What a device without a link to host memory says when it is to measure one.
+const NO_LINK: &str = "this device has no link that could be measured";
+
 /// A device that runs step programs. The engine drives every device through this and nothing else.
 pub trait Provider: Send {
     /// What it is.
@@ -155,7 +158,7 @@ pub trait Provider: Send {
     /// # Errors
     /// Why the link can't be measured, in words for a user.
     fn ready_link_ceilings(&mut self) -> Result<(), String> {
-        Err("this device has no link that could be measured".to_string())
+        Err(NO_LINK.to_string())
     }
 
     /// Measures the link, once it was readied, with what is mapped of the staging range, whose contents are lost. Takes
@@ -164,7 +167,7 @@ pub trait Provider: Send {
     /// # Errors
     /// Why it can't be measured, in words for a user.
     fn link_ceilings(&mut self) -> Result<LinkCeilings, String> {
-        Err("this device has no link that could be measured".to_string())
+        Err(NO_LINK.to_string())
     }
 
     /// What the device does in another way than it would, and why, a sentence each: a refused pinning, say. Empty if nothing

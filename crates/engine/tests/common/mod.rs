@@ -48,29 +48,22 @@ pub fn cpu(model: &Arc<ModelSpec>, options: EngineOptions) -> Engine {
     Engine::from_spec(model.clone(), None, EngineOptions { device: DeviceChoice::Cpu, ..options }).unwrap()
 }
 
+/// A host device of small granules for `model`.
+pub fn host_options(model: &ModelSpec) -> HostOptions {
+    let positions = Some(model.config.max_context);
+    HostOptions { threads: Some(1), granule: GRANULE, positions, ..HostOptions::default() }
+}
+
 /// An engine on a host device of small granules under `limit` bytes, and a look at the device.
 pub fn host(model: &Arc<ModelSpec>, options: EngineOptions, limit: u64) -> (Engine, DeviceProbe) {
-    let host = HostOptions {
-        threads: Some(1),
-        granule: GRANULE,
-        capacity: Some(limit),
-        positions: Some(model.config.max_context),
-        ..HostOptions::default()
-    };
-    let device = HostDevice::new(host).unwrap();
+    let device = HostDevice::new(HostOptions { capacity: Some(limit), ..host_options(model) }).unwrap();
     let probe = device.probe();
     (Engine::on_device(model.clone(), None, options, Box::new(device), limit).unwrap(), probe)
 }
 
 /// The smallest limit that works for these options on such a device, and the one from which on nothing is streamed.
 pub fn limits(model: &Arc<ModelSpec>, options: &EngineOptions) -> (u64, u64) {
-    let host = HostOptions {
-        threads: Some(1),
-        granule: GRANULE,
-        positions: Some(model.config.max_context),
-        ..HostOptions::default()
-    };
-    let device = Box::new(HostDevice::new(host).unwrap());
+    let device = Box::new(HostDevice::new(host_options(model)).unwrap());
     match Engine::on_device(model.clone(), None, options.clone(), device, GRANULE) {
         Err(headrace_engine::EngineError::Budget(breakdown)) => (breakdown.minimum(), breakdown.everything),
         Err(other) => unreachable!("{other}"),

@@ -34,7 +34,7 @@ impl CudaProvider {
         let driver = crate::driver::Driver::load()?;
         let usable = driver.usable_card(ordinal)?;
         if backing == Backing::Granules {
-            usable.needs_virtual_memory()?;
+            usable.require_virtual_memory()?;
         }
         let mut shares = Shares::lock();
         let meter = OverheadMeter::before(&usable);
