@@ -21,6 +21,7 @@ import headrace
 import make_model
 import numpy as np
 import pynvml
+from instruments import add_arguments, header, sound
 
 CONTEXT = 1024
 PROMPT = 400
@@ -83,7 +84,7 @@ def under_limit(path: Path, limit: int, nvml: Nvml, faults: list[str]) -> dict[s
     engine.generate(prompt[:4], max_new_tokens=8, stop_tokens=())
     engine.reset_stats()
     tokens = engine.generate(prompt[:4], max_new_tokens=NEW_TOKENS, stop_tokens=()).token_ids
-    stats = engine.stats()
+    stats = sound(engine)
     peaks = sampler.stop()
     (pool,) = stats.memory
     for phase, row in peaks.items():
@@ -94,7 +95,6 @@ def under_limit(path: Path, limit: int, nvml: Nvml, faults: list[str]) -> dict[s
             faults.append(f"limit {limit:,}: {figure}")
     if pool.unaccounted or pool.oversubscribed or pool.underflows or pool.peak > limit:
         faults.append(f"limit {limit:,}: {pool}")
-    faults += stats.clock.broken_instruments
     if stats.graph.replays != stats.tokens.steps or stats.graph.eager_ops or stats.graph.fallbacks:
         faults.append(f"limit {limit:,}: {stats.graph}, {stats.tokens.steps} steps")
     row = {"limit": limit, "load_seconds": seconds, "peaks": peaks, "tokens": tokens, "stats": stats.as_dict()}
@@ -126,11 +126,11 @@ def two_engines(path: Path, limit: int, nvml: Nvml, faults: list[str]) -> dict[s
     pools = {}
     for _ in range(2):
         tokens += [run(first), run(second)]
-    pools["both"] = second.stats().memory[0]
+    pools["both"] = sound(second).memory[0]
     sampler.phase = "one again"
     del second
     tokens += [run(first), run(first)]
-    pools["one again"] = first.stats().memory[0]
+    pools["one again"] = sound(first).memory[0]
     streamed = first.plan.memory.streamed_bytes if first.plan.memory else 0
     peaks = sampler.stop()
     for name, pool in pools.items():
@@ -155,7 +155,7 @@ def cost_of_marks(path: Path, limit: int) -> list[dict[str, Any]]:
         engine.generate([1, 2, 3], max_new_tokens=4, stop_tokens=())
         engine.reset_stats()
         engine.generate([1, 2, 3], max_new_tokens=16, stop_tokens=())
-        c = engine.stats().clock
+        c = sound(engine).clock
         rows.append({"limit": limit, "marks": marks == "1", "step_ms": c.step_seconds / c.steps * 1e3, "clock": c.as_dict()})
         print(f"marks {marks}: {rows[-1]['step_ms']:.3f} ms a step, link {c.link_utilisation or 0:.2%}", flush=True)
         del engine
@@ -169,10 +169,11 @@ def main() -> None:
     parser.add_argument("--model-dir", type=Path, default=Path("/tmp/headrace-models"))
     parser.add_argument("--cold", type=float, nargs="*", default=[1.0, 0.12], help="shares for the cost of marks")
     parser.add_argument("--out", type=Path, required=True)
+    add_arguments(parser)
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     faults: list[str] = []
-    result: dict[str, Any] = {"build": headrace.build_info(), "limits": [], "two_engines": {}, "marks": []}
+    result: dict[str, Any] = {"header": header("cuda", a.commit), "limits": [], "two_engines": {}, "marks": []}
     try:
         nvml = Nvml()
         result["probe"] = headrace.probe().as_dict()

@@ -24,6 +24,7 @@ from typing import Any
 
 import headrace
 import make_model
+from instruments import sound
 from run import limits_of
 
 SMALL = make_model.Shape(4, 1024, 4096, 16, 8, 1024)
@@ -65,7 +66,7 @@ def check(path: Path, ways: list[str], shortest: int, longest: int, new: int, ch
         placement: Any = way if way == "unmanaged" else "auto"
         engine = headrace.Engine.load(path, vram_limit=limit, placement=placement, **pieces, **base)
         assert tokens(engine) == expected, f"{path.name}, {way}: other tokens"
-        s = engine.stats()
+        s = sound(engine)
         epochs = dict(s.graph.epochs)
         print(f"{path.name}, {way}: {s.tokens.steps} steps, {s.weights.streamed_bytes:,} bytes streamed, epochs {epochs}", flush=True)
         assert (s.weights.streamed_bytes > 0) == cold, "what was streamed"

@@ -18,6 +18,7 @@ from typing import Any
 
 import headrace
 import numpy as np
+from instruments import add_arguments, header, sound
 
 CONTEXT = 400
 
@@ -142,7 +143,7 @@ def check(
                 equal = 0
                 for got, one in zip(runs, expected, strict=True):
                     equal += all(same(g, one) for g in got)
-                s = card.stats()
+                s = sound(card)
                 assert s.kv.sequences == s.kv.pages == 0, s.kv
                 for pool in s.memory:
                     assert pool.peak <= pool.limit, pool
@@ -176,6 +177,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--piece-bytes", default="1MiB", help="small, so that small models stream at the smallest limit")
     parser.add_argument("--out", type=Path, required=True)
+    add_arguments(parser)
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -184,7 +186,7 @@ def main() -> None:
             path, device=a.device, chunks=a.chunks, sequences=a.sequences, longest=a.longest, seed=a.seed,
             piece_bytes=a.piece_bytes,
         )
-    (a.out / "mixes.json").write_text(json.dumps(rows, indent=1))
+    (a.out / "mixes.json").write_text(json.dumps({"header": header(a.device, a.commit), "mixes": rows}, indent=1))
     wrong = [row for row in rows if not row["equal"]]
     streamed = sum(row["streamed"] > 0 for row in rows)
     print(f"{len(rows)} mixes, {streamed} of them streamed, {len(wrong)} with differences")

@@ -2,7 +2,7 @@
 
     python benches/gpu/run.py --check model.gguf onnx-dir --shape 14b --model-dir /tmp/models --out results
 
-Correctness comes first: if a bit differs, nothing is timed. The table comes last; `results/gpu.json` holds everything.
+Correctness comes first: if a bit differs, nothing is timed; and under every limit the tokens are compared with those of the run without a limit. The table comes last; `results/gpu.json` holds everything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import sys
 import time
 from pathlib import Path
@@ -19,9 +18,12 @@ from typing import Any
 import headrace
 import make_model
 import numpy as np
+from instruments import add_arguments, header, sound
 
 CONTEXT = 512
 PREFILL_CHUNK = 512
+COMPARED = 24
+"""New tokens of a sequence that are compared with the resident run's before a row is timed."""
 HBM_SHAPES = ("0.5b", "1.5b", "7b", "14b")
 
 
@@ -38,7 +40,7 @@ def limits_of(path: Path, device: str = "cuda", **options: Any) -> tuple[int, in
 
 
 def memory_of(engine: headrace.Engine) -> dict[str, Any]:
-    (pool,) = engine.stats().memory
+    (pool,) = sound(engine).memory
     holders = {h.name: h.used for h in pool.holders}
     assert pool.peak <= pool.limit, pool
     assert pool.unaccounted == pool.oversubscribed == pool.underflows == 0, pool
@@ -60,7 +62,7 @@ def check(path: Path) -> list[dict[str, Any]]:
         batch = [[int(t) for t in rng.integers(3, cpu.vocab_size - 1, n)] for n in (1, 30, 12, 100, 3)]
         both = [e.decode_greedy_batch(batch, max_new_tokens=16, stop_tokens=()).token_ids for e in (card, cpu)]
         equal &= bool(np.array_equal(*both))
-        w = card.stats().weights
+        w = sound(card).weights
         rows.append({"model": path.name, "what": what, "equal": equal, "streamed": w.streamed_bytes, **memory_of(card)})
         print(f"{path.name}: {what}: {'equal' if equal else 'DIFFERENT'}, {w.streamed_bytes:,} bytes streamed", flush=True)
 
@@ -93,6 +95,13 @@ def batch(engine: headrace.Engine, sequences: int, tokens: int) -> list[list[int
     return rows
 
 
+def same_tokens(what: str, got: list[list[int]], expected: list[list[int]]) -> bool:
+    """True, or the run ends: a row of wrong tokens is no figure."""
+    if got != expected:
+        raise SystemExit(f"{what}: other tokens than with everything resident: {got} instead of {expected}")
+    return True
+
+
 def decode(engine: headrace.Engine, sequences: int, tokens: int) -> dict[str, float]:
     """Time of one decode step: the median over short runs, by the engine's own clock."""
     batch(engine, sequences, 8)
@@ -100,7 +109,7 @@ def decode(engine: headrace.Engine, sequences: int, tokens: int) -> dict[str, fl
     for _ in range(3):
         engine.reset_stats()
         batch(engine, sequences, tokens)
-        s = engine.stats()
+        s = sound(engine)
         times.append(s.time.decode_seconds / s.time.decode_steps)
     step = float(np.median(times))
     streamed = s.weights.streamed_bytes / max(s.graph.replays, 1)
@@ -125,7 +134,7 @@ def at_context(engine: headrace.Engine, sequences: int, context: int, steps: int
     for _ in range(2 if sequences <= 8 else 1):
         engine.reset_stats()
         engine.decode_greedy_batch(prompts, max_new_tokens=news, stop_tokens=())
-    s = engine.stats()
+    s = sound(engine)
     step, rows = s.time.decode_seconds / s.time.decode_steps, s.time.decode_tokens / s.time.decode_steps
     # Some end a few steps before the others: the reads of prompts are reckoned in whole steps.
     assert rows > 0.9 * sequences, f"{rows} of {sequences} sequences decoded together"
@@ -141,9 +150,9 @@ def prefill(engine: headrace.Engine) -> dict[str, float]:
     for i in range(4):
         engine.reset_stats()
         engine.generate([(11 * j + i) % 1000 + 3 for j in range(512)], max_new_tokens=1, stop_tokens=())
-        times.append(engine.stats().time.prefill_seconds)
+        times.append(sound(engine).time.prefill_seconds)
     step = float(np.median(times[1:]))
-    return {"prefill": 512, "step_ms": step * 1e3, "tokens_per_s": 512 / step} | device_ms(engine.stats())
+    return {"prefill": 512, "step_ms": step * 1e3, "tokens_per_s": 512 / step} | device_ms(sound(engine))
 
 
 def measure(
@@ -159,7 +168,7 @@ def measure(
         step_bytes = engine.plan.model.step_bytes
         for sequences in batches:
             row = {"shape": shape, "activations": activations, "sequences": sequences, "cold": 0.0, "load_s": load}
-            row["load_parts_s"] = dict(engine.stats().time.load_parts)
+            row["load_parts_s"] = dict(sound(engine).time.load_parts)
             row |= decode(engine, sequences, 64)
             row["weights_gb_per_s"] = step_bytes / row["step_ms"] / 1e6
             rows_out.append(row | {"memory": memory_of(engine)})
@@ -181,13 +190,19 @@ def over_budget(path: Path, shape: str, cold: list[float], rows_out: list[dict[s
     options: dict[str, Any] = {"max_context": CONTEXT, "max_batch": 1, "prefill_chunk": 64}
     minimum, everything = limits_of(path, **options)
     weights = headrace.plan(path, device="cpu").model.step_bytes
+    engine = headrace.Engine.load(path, device="cuda", **options)
+    resident = batch(engine, 1, COMPARED)
+    assert sound(engine).weights.streamed_bytes == 0, "nothing is cold without a limit"
+    del engine
     for share in cold:
         limit = max(minimum, int(everything - weights * share))
         engine = headrace.Engine.load(path, device="cuda", vram_limit=limit, **options)
         plan = engine.plan.memory
         assert plan is not None
         row = {"shape": shape, "activations": "int16", "sequences": 1, "cold": plan.streamed_bytes / weights, "limit": limit}
+        row["tokens_equal"] = same_tokens(f"limit {limit:,}", batch(engine, 1, COMPARED), resident)
         row |= decode(engine, 1, 24)
+        same_tokens(f"limit {limit:,}, after it was timed", batch(engine, 1, COMPARED), resident)
         rows_out.append(row | {"memory": memory_of(engine)})
         print(row, flush=True)
         del engine
@@ -200,13 +215,13 @@ def over_budget(path: Path, shape: str, cold: list[float], rows_out: list[dict[s
         # Room for 32 sequences of 32 positions, or one of 512; the weights give way to more.
         limit = memory.everything - memory.kv_max_bytes + memory.kv_max_bytes // 32 - weights // 2
         engine = headrace.Engine.load(path, device="cuda", activations=activations, **options)  # type: ignore[arg-type]
-        expected = {sequences: batch(engine, sequences, 8) for sequences in (1, 8, 32)}
+        expected = {sequences: batch(engine, sequences, COMPARED) for sequences in (1, 8, 32)}
         del engine
         engine = headrace.Engine.load(path, device="cuda", vram_limit=limit, activations=activations, **options)  # type: ignore[arg-type]
         for sequences in (1, 8, 32):
             row = {"shape": shape, "activations": activations, "sequences": sequences, "limit": limit}
-            if batch(engine, sequences, 8) != expected[sequences]:
-                raise SystemExit(f"{sequences} sequences, half cold: other tokens than with everything resident")
+            what = f"{sequences} sequences, half cold, {activations}"
+            row["tokens_equal"] = same_tokens(what, batch(engine, sequences, COMPARED), expected[sequences])
             row |= decode(engine, sequences, 8)
             row["cold"] = row["streamed_per_step"] / weights
             row["streamed_per_token"] = row["streamed_per_step"] / sequences
@@ -226,9 +241,10 @@ def main() -> None:
     parser.add_argument("--cold", type=float, nargs="*", default=[0.06, 0.12, 0.25, 0.5, 0.75, 1.0])
     parser.add_argument("--model-dir", type=Path, default=Path("/tmp/headrace-models"))
     parser.add_argument("--out", type=Path, required=True)
+    add_arguments(parser)
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"build": headrace.build_info(), "python": platform.python_version(), "checks": [], "times": []}
+    result: dict[str, Any] = {"header": header("cuda", a.commit), "failed": "", "checks": [], "times": []}
     try:
         for path in a.check:
             result["checks"] += check(path)
@@ -242,6 +258,9 @@ def main() -> None:
                 make_model.build(make_model.SHAPES[shape], path, 1)
             large = shape == "14b"
             measure(path, shape, a.sequences, a.cold if large else [], a.contexts if large else [], result["times"])
+    except BaseException as error:
+        result["failed"] = f"{type(error).__name__}: {error}"
+        raise
     finally:
         (a.out / "gpu.json").write_text(json.dumps(result, indent=1))
     print(f"\n{len(result['checks'])} comparisons equal")

@@ -5,15 +5,14 @@
 Parts: `identity` (small models against the CPU: every mode, layout and policy at two limits, twice in a row), `limits` (a large
 model from 100% to 10% of its weights, by mode), `policies` (the static schedule against every policy), `layouts` (both of KV, by
 mode), `choice` (`auto` beside what it chooses from), `growth` (one position to the whole context under a limit that held
-everything), `total` (where each byte of a limit goes), `checksum` (all weights after many steps). A wrong token ends the run before
-anything is timed. `sweep.json` holds everything; tables come last, `sweep.svg` if matplotlib is there.
+everything), `total` (where each byte of a limit goes), `checksum` (all weights after many steps). A wrong token, or a rate above
+its ceiling (a broken instrument), ends a part. `sweep.json` holds everything; tables come last, `sweep.svg` if matplotlib is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ import make_model
 import numpy as np
 import sweep_report
 from headrace._options import POLICIES
+from instruments import HBM, LINK, add_arguments, header, sound
 from run import limits_of
 
 Row = dict[str, Any]
@@ -39,8 +39,9 @@ PROMPT = [(7 * i) % 1000 + 3 for i in range(16)]
 class Sweep:
     """The device, the clock's ceilings, and what was found."""
 
-    def __init__(self, device: str, link: float, hbm: float, file: Path) -> None:
+    def __init__(self, device: str, link: float, hbm: float, file: Path, commit: str | None = None) -> None:
         self.device, self.link, self.hbm, self.file = device, link * 1e9, hbm * 1e9, file
+        self.header = header(device, commit)
         self.rows: dict[str, list[Row]] = {part: [] for part in PARTS}
         self.failed, self.seconds = "", dict[str, float]()
 
@@ -55,7 +56,7 @@ class Sweep:
     def save(self) -> Row:
         """Writes what is known: a run that is cut short has lost nothing."""
         result = {
-            "build": headrace.build_info(), "python": platform.python_version(), "link_gb_per_s": self.link / 1e9,
+            "header": self.header, "link_gb_per_s": self.link / 1e9,
             "hbm_gb_per_s": self.hbm / 1e9, "failed": self.failed, "seconds": self.seconds, **self.rows,
         }  # fmt: skip
         self.file.write_text(json.dumps(result, indent=1))
@@ -64,7 +65,7 @@ class Sweep:
 
 def books(engine: headrace.Engine) -> Row:
     """The pool's figures; asserts that no source has seen more than the limit, or than is counted where there is none."""
-    (pool,) = engine.stats().memory
+    (pool,) = sound(engine).memory
     assert pool.peak <= pool.limit, pool
     if pool.unmanaged:
         # What the process takes once is used; the rest is counted apart.
@@ -104,7 +105,7 @@ def identity(sweep: Sweep, path: Path) -> None:
         for _ in range(2):
             for prompt, right in zip(prompts, expected, strict=True):
                 same(f"{path.name}: {what}", tokens(engine, NEW, prompt), right)
-        w, memory = engine.stats().weights, engine.plan.memory
+        w, memory = sound(engine).weights, engine.plan.memory
         assert memory is not None
         moved = w.streamed_bytes + memory.host_mapped_bytes
         assert (moved > 0) == cold, (what, w)
@@ -150,7 +151,7 @@ def timed(engine: headrace.Engine, steps: int, sequences: int = 1) -> Row:
     for _ in range(3):
         engine.reset_stats()
         engine.decode_greedy_batch(prompts, max_new_tokens=steps + 1, stop_tokens=())
-        s = engine.stats()
+        s = sound(engine)
         times.append(s.time.decode_seconds / s.time.decode_steps)
     each = max(s.tokens.steps, 1)
     step = statistics.median(times)
@@ -164,7 +165,6 @@ def timed(engine: headrace.Engine, steps: int, sequences: int = 1) -> Row:
         "captures": graph.captures,
         "graph_bytes": graph.bytes,
         "link_utilisation": s.clock.link_utilisation,
-        "broken_instruments": s.clock.broken_instruments,
     }
 
 
@@ -223,7 +223,7 @@ def layouts(sweep: Sweep, path: Path, shares: list[float]) -> None:
                 for _ in range(2):
                     for prompt, right in zip(prompts, expected, strict=True):
                         same(f"{mode} {layout} at {limit:,}", tokens(engine, NEW, prompt), right)
-                w = engine.stats().weights
+                w = sound(engine).weights
                 assert w.streamed_bytes + w.host_mapped_bytes > 1e6, w
                 row = {"layout": layout, "mode": mode, "share": share, "streamed": w.streamed_bytes, "host_mapped": w.host_mapped_bytes}
                 sweep.add("layouts", row | books(engine))
@@ -245,7 +245,7 @@ def choice(sweep: Sweep, path: Path, steps: int, shares: list[float]) -> None:
             engine = sweep.load(path, vram_limit=limit, placement=mode, **base)
             same(f"{mode} at {limit:,}", tokens(engine, NEW), expected)
             row = floored(sweep, timed(engine, steps), total)
-            chosen = engine.stats().placement
+            chosen = sound(engine).placement
             assert chosen is not None
             took[mode] = row["step_ms"]
             if mode == "auto":
@@ -272,7 +272,7 @@ def policies(sweep: Sweep, path: Path, steps: int, share: float) -> None:
             same(f"policy {policy}", got, expected)
         engine.reset_stats()
         same(f"policy {policy}", tokens(engine, steps), expected)
-        s = engine.stats()
+        s = sound(engine)
         row = {
             "policy": policy or "(schedule)",
             "share": share,
@@ -303,7 +303,7 @@ def growth(sweep: Sweep, path: Path, context: int) -> None:
     for length, prompt, new, right in zip(lengths, prompts, news, expected, strict=True):
         engine.reset_stats()
         same(f"growth to {length + new}", tokens(engine, new, prompt), right)
-        s, now = engine.stats(), engine.plan.memory
+        s, now = sound(engine), engine.plan.memory
         assert now is not None
         step = s.time.decode_seconds / max(s.time.decode_steps, 1) * 1e3
         row = {"positions": length + new, "step_ms": step, "cold": now.streamed_bytes / total, "epochs": dict(s.graph.epochs)}
@@ -316,7 +316,7 @@ def total(sweep: Sweep, path: Path, limits: list[str], context: int, steps: int)
     for limit in limits:
         engine = sweep.load(path, vram_limit=limit, max_context=context, max_batch=1, prefill_chunk=64)
         row = floored(sweep, timed(engine, steps), weights(path))
-        chosen = engine.stats().placement
+        chosen = sound(engine).placement
         assert chosen is not None
         sweep.add("total", {"mode": chosen.mode, "reason": chosen.reason, "context": context, **row, **books(engine)})
         del engine
@@ -379,12 +379,13 @@ def main() -> None:
     parser.add_argument("--checksum-steps", type=int, default=1000)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--limits", nargs="*", default=["8GiB", "6GiB"], help="limits over everything, for the part `total`")
-    parser.add_argument("--link", type=float, default=55.1, help="GB/s of the link, as `headrace probe` says")
-    parser.add_argument("--hbm", type=float, default=4540.0, help="GB/s of the card's memory")
+    parser.add_argument("--link", type=float, default=LINK, help="GB/s of the link, as `headrace probe` says")
+    parser.add_argument("--hbm", type=float, default=HBM, help="GB/s that the memory's clock and width allow")
     parser.add_argument("--out", type=Path, required=True)
+    add_arguments(parser)
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(a.device, a.link, a.hbm, a.out / "sweep.json")
+    sweep = Sweep(a.device, a.link, a.hbm, a.out / "sweep.json", a.commit)
     for name, call in parts_of(a, sweep):
         start = time.monotonic()
         try:

@@ -19,6 +19,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from header import add_arguments, header  # noqa: E402  (benches/header.py)
+
 SHORT_PROMPT = [504, 3575, 282, 4649, 314]  # "The capital of France is" in SmolLM2's vocabulary
 
 
@@ -113,6 +117,7 @@ def main() -> int:
     parser.add_argument("--flash-attention", type=int, choices=[0, 1], default=1, help="for llama.cpp")
     parser.add_argument("--only", nargs="*", help="engines to run")
     parser.add_argument("--out", default="peers.json")
+    add_arguments(parser)
     args = parser.parse_args()
     long_prompt = [504 + (i * 37) % 4096 for i in range(args.prefill)]
     context = max(args.prefill + 8, len(SHORT_PROMPT) + args.decode)
@@ -141,7 +146,7 @@ def main() -> int:
     peers = [arm.name for arm in arms if arm.engine != "headrace"]
     bars = {k: max(peers, key=lambda n: results[n][k]["median"]) if peers else "" for k in ("decode", "prefill")}
     record = {
-        "command": sys.argv, "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "header": header("cpu", args.commit), "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
         "threads": args.threads, "decode_tokens": args.decode, "prefill_tokens": args.prefill,
         "load_at_end": os.getloadavg()[0], "bars": bars, "not_run": absent, "results": results,
         "engines": {arm.name: {"about": arm.about, "rates": arm.rates, "cpu_rates": arm.cpu_rates} for arm in arms},

@@ -54,7 +54,9 @@ mod _core {
             ("version", env!("CARGO_PKG_VERSION").to_string()),
             ("contract_version", headrace_numerics::CONTRACT_VERSION.to_string()),
             ("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS)),
-            ("profile", if cfg!(debug_assertions) { "debug" } else { "release" }.to_string()),
+            ("profile", env!("BUILD_PROFILE").to_string()),
+            ("opt_level", env!("BUILD_OPT_LEVEL").to_string()),
+            ("debug_assertions", if cfg!(debug_assertions) { "on" } else { "off" }.to_string()),
             ("cpu_kernels", headrace_engine::cpu_kernels()),
         ])
     }
