@@ -47,8 +47,8 @@ impl Meter {
     }
 }
 
-fn limit(context: &Context, which: sys::CUlimit, bytes: usize) -> Outcome<()> {
-    context.bind()?;
+fn limit(context: &Arc<Context>, which: sys::CUlimit, bytes: usize) -> Outcome<()> {
+    let _current = context.bind()?;
     // SAFETY: a context is current; the call changes a limit of it.
     let result = unsafe { sys::cuCtxSetLimit(which, bytes) };
     println!("  {which:?} = {bytes}: {result:?}");
@@ -62,6 +62,7 @@ fn measure(ordinal: usize, setting: &str) -> Outcome<()> {
     let mut meter = Meter { last: 0, monitor };
     meter.say("before", None)?;
     let context: Arc<Context> = Context::open(ordinal)?;
+    let _current = context.bind()?;
     meter.say("context", Some(&context))?;
     for (name, which) in [
         ("stack", sys::CUlimit::CU_LIMIT_STACK_SIZE),

@@ -20,7 +20,8 @@ pub const BOUNCE_BUFFERS: usize = 2;
 
 struct Bounce {
     buffer: PinnedBuffer,
-    copied: Event,
+    /// When it was last copied out of; made when it first is.
+    copied: Option<Event>,
     busy: bool,
 }
 
@@ -66,8 +67,7 @@ impl BouncePool {
     pub fn take(&mut self, context: &Arc<Context>) -> Result<(), CudaError> {
         while self.buffers.len() < BOUNCE_BUFFERS {
             let buffer = PinnedBuffer::new(context, BOUNCE_BYTES)?;
-            let copied = Event::ordering(context)?;
-            self.buffers.push(Bounce { buffer, copied, busy: false });
+            self.buffers.push(Bounce { buffer, copied: None, busy: false });
         }
         Ok(())
     }
@@ -81,13 +81,18 @@ impl BouncePool {
         for (i, part) in bytes.chunks(BOUNCE_BYTES).enumerate() {
             let Some(slot) = self.buffers.get_mut(self.next) else { break };
             self.next = (self.next + 1) % BOUNCE_BUFFERS;
+            let copied = match slot.copied.take() {
+                Some(event) => event,
+                None => Event::ordering(context)?,
+            };
+            let copied = slot.copied.insert(copied);
             if slot.busy {
-                slot.copied.wait()?;
+                copied.wait()?;
             }
             slot.buffer.bytes_mut()[..part.len()].copy_from_slice(part);
             // SAFETY: the buffer isn't written again before `copied` has happened; the caller has checked the target.
             unsafe { stream.copy_in(to + (i * BOUNCE_BYTES) as u64, slot.buffer.as_ptr(), part.len()) }?;
-            stream.record(&slot.copied)?;
+            stream.record(copied)?;
             slot.busy = true;
         }
         Ok(())

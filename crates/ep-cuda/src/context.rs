@@ -5,11 +5,12 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use headrace_provider::DeviceError;
 
-use crate::driver::{Card, CudaError, Driver, DriverProblem, check, log_failure};
+use crate::calls::{Calls, DriverCalls};
+use crate::current::Current;
+use crate::driver::{Card, CudaError, Driver, DriverProblem, check, log_error};
 use crate::faults::Faults;
-
-/// Bytes of stack of a thread on the card: the least that drivers take.
-const STACK_BYTES: usize = 16;
+use crate::host_charge::HostCharges;
+use crate::stacks::STACKS;
 
 /// A card's primary context. Dropped last: everything that lives in it holds an [`Arc`] of it.
 #[derive(Debug)]
@@ -19,6 +20,8 @@ pub struct Context {
     raw: sys::CUcontext,
     name: String,
     faults: Faults,
+    calls: Arc<dyn Calls>,
+    host: HostCharges,
 }
 
 // SAFETY: a context may be made current on any thread, and the driver locks what threads share.
@@ -27,7 +30,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Retains the context of card `ordinal` and makes it current on this thread.
+    /// Retains the context of card `ordinal`. What is current on this thread stays current.
     ///
     /// # Errors
     /// [`DriverProblem`], in every variant.
@@ -49,30 +52,45 @@ impl Context {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the device is valid; the call writes a handle that `Drop` gives back.
         check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, card.device) }, "cuDevicePrimaryCtxRetain")?;
-        let context = Arc::new(Context { name: format!("cuda:{ordinal}"), card, driver, raw, faults });
-        context.bind()?;
-        if active == 0 {
-            context.shrink_stacks();
+        let context = Context::assemble(card, driver, raw, faults, Arc::new(DriverCalls));
+        let current = context.bind()?;
+        // A context that somebody else in the process has opened keeps its stacks.
+        if let Err(error) = STACKS.opened(context.calls(), context.card.device, active == 0) {
+            log::info!("{}: stacks stay as large as they are: {error}", context.name);
         }
+        drop(current);
         Ok(context)
     }
 
-    /// Takes the stacks of the card's threads back: a context sets 1 KiB aside for every thread that could ever run at once,
-    /// which is half of what a context costs on a large card. The crate's kernels have none, and the driver gives a kernel
-    /// what it was compiled with in any case. A context that somebody else in the process has opened keeps its own.
-    fn shrink_stacks(&self) {
-        // SAFETY: the context is current; the call changes a limit of it.
-        let set = unsafe { sys::cuCtxSetLimit(sys::CUlimit::CU_LIMIT_STACK_SIZE, STACK_BYTES) };
-        if let Err(error) = check(set, "cuCtxSetLimit") {
-            log::info!("{}: stacks stay as large as they are: {error}", self.name);
-        }
+    /// A context that is retained.
+    pub(crate) fn assemble(
+        card: Card,
+        driver: Driver,
+        raw: sys::CUcontext,
+        faults: Faults,
+        calls: Arc<dyn Calls>,
+    ) -> Arc<Context> {
+        let name = format!("cuda:{}", card.ordinal);
+        Arc::new(Context { name, card, driver, raw, faults, calls, host: HostCharges::default() })
     }
 
-    /// Makes the context current on this thread. Every public entry of the provider does so first: it may be called from
-    /// any thread.
-    pub fn bind(&self) -> Result<(), CudaError> {
-        // SAFETY: the context is retained.
-        check(unsafe { sys::cuCtxSetCurrent(self.raw) }, "cuCtxSetCurrent")
+    /// Makes the context current on this thread for as long as the result lives. Every public entry of the provider does so
+    /// first: it may be called from any thread, and whatever its caller had current is current again afterwards.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn bind(self: &Arc<Context>) -> Result<Current, CudaError> {
+        Current::enter(self, || self.clone())
+    }
+
+    /// The driver's calls.
+    pub(crate) fn calls(&self) -> &dyn Calls {
+        self.calls.as_ref()
+    }
+
+    /// Host memory that is locked through this context.
+    pub fn host(&self) -> &HostCharges {
+        &self.host
     }
 
     /// Refusals for tests.
@@ -97,11 +115,8 @@ impl Context {
 
     /// Free and total bytes of the card, all processes together, as the driver counts.
     pub fn memory_info(&self) -> Result<(u64, u64), CudaError> {
-        self.bind()?;
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: a context is current; the call writes two integers.
-        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
-        Ok((free as u64, total as u64))
+        let _current = Current::enter(self, || self)?;
+        self.calls.memory_info()
     }
 
     /// The raw handle.
@@ -127,7 +142,13 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once in `open`, released once here; nothing that lives in it is left.
-        log_failure(unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.card.device) }, "cuDevicePrimaryCtxRelease");
+        let context = &*self;
+        let closed = Current::enter(context, || context)
+            .and_then(|_current| STACKS.closes(context.calls(), context.card.device))
+            // Nothing that lives in it is left.
+            .and(context.calls().release(context.card.device));
+        if let Err(error) = closed {
+            log_error(&error);
+        }
     }
 }

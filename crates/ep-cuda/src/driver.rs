@@ -13,11 +13,11 @@ pub const LOWEST_CAPABILITY: (i32, i32) = (7, 5);
 
 /// A call of the driver that failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{call}: {text} (CUDA error {code})")]
+#[error("{call}: {text}{}", if *code == 0 { String::new() } else { format!(" (CUDA error {code})") })]
 pub struct CudaError {
     /// What was called, and on what.
     pub call: String,
-    /// The driver's code.
+    /// The driver's code; 0 where the driver wasn't asked.
     pub code: u32,
     /// The driver's name of the code.
     pub text: String,
@@ -101,10 +101,15 @@ pub(crate) fn check(result: sys::CUresult, call: impl fmt::Display) -> Result<()
 
 /// Logs a failure where nobody can be told: in `Drop`.
 pub(crate) fn log_failure(result: sys::CUresult, call: &str) {
+    if let Err(error) = check(result, call) {
+        log_error(&error);
+    }
+}
+
+/// Logs an error where nobody can be told.
+pub(crate) fn log_error(error: &CudaError) {
     // A process that ends may have lost its driver already; that is no news.
-    if result != sys::CUresult::CUDA_ERROR_DEINITIALIZED
-        && let Err(error) = check(result, call)
-    {
+    if error.code != sys::CUresult::CUDA_ERROR_DEINITIALIZED as u32 {
         log::error!("{error}");
     }
 }

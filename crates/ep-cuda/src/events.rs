@@ -67,10 +67,10 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if let Err(error) = self.context.bind() {
-            log::error!("{error}");
-            return;
-        }
+        let _current = match self.context.bind() {
+            Ok(current) => current,
+            Err(error) => return log::error!("{error}"),
+        };
         // SAFETY: created once, destroyed once; the driver keeps what a recorded wait still needs.
         log_failure(unsafe { sys::cuEventDestroy_v2(self.raw) }, "cuEventDestroy");
     }

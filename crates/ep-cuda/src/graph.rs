@@ -73,7 +73,7 @@ pub fn run_directly<E: From<CudaError>>(
     mut issue: impl FnMut(&Action) -> Result<(), E>,
     finish: impl FnOnce() -> Result<(), E>,
 ) -> Result<(), E> {
-    context.bind()?;
+    let _current = context.bind()?;
     let events = (0..plan.events).map(|_| Event::ordering(context)).collect::<Result<Vec<Event>, CudaError>>()?;
     let lane = |lane: Lane| match lane {
         Lane::Compute => &streams.compute,
@@ -116,7 +116,7 @@ impl StepGraph {
         mut issue: impl FnMut(&Action) -> Result<(), E>,
         finish: impl FnOnce() -> Result<(), E>,
     ) -> Result<StepGraph, E> {
-        context.bind()?;
+        let _current = context.bind()?;
         let (before, _) = context.memory_info()?;
         let events = (0..plan.events).map(|_| Event::ordering(context)).collect::<Result<Vec<Event>, CudaError>>()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -253,10 +253,10 @@ impl StepGraph {
 
 impl Drop for StepGraph {
     fn drop(&mut self) {
-        if let Err(error) = self.context.bind() {
-            log::error!("{error}");
-            return;
-        }
+        let _current = match self.context.bind() {
+            Ok(current) => current,
+            Err(error) => return log::error!("{error}"),
+        };
         // SAFETY: made once, destroyed once; the provider fences before it drops graphs.
         log_failure(unsafe { sys::cuGraphExecDestroy(self.exec) }, "cuGraphExecDestroy");
     }

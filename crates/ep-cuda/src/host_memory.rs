@@ -1,14 +1,15 @@
 //! Host memory that the copy engine and the kernels can reach: pinned buffers, registered file mappings.
 
-use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use cudarc::driver::sys;
+use headrace_model::ModelSpec;
+use headrace_provider::HostUse;
 
 use crate::context::Context;
-use crate::driver::{CudaError, check, log_failure};
+use crate::driver::{CudaError, log_error};
 use crate::faults::FaultPoint;
+use crate::host_charge::HostCharge;
 
 /// Page-locked memory that the device can read and write in place.
 #[derive(Debug)]
@@ -17,6 +18,7 @@ pub struct PinnedBuffer {
     bytes: usize,
     device: u64,
     context: Arc<Context>,
+    _charge: HostCharge,
 }
 
 // SAFETY: the buffer owns its memory as a `Vec` does; the device's accesses are ordered by streams.
@@ -24,25 +26,26 @@ unsafe impl Send for PinnedBuffer {}
 
 impl PinnedBuffer {
     /// Takes `bytes` bytes (at least one) of page-locked memory, all zero.
+    ///
+    /// # Errors
+    /// The ledger's refusal, or the driver's.
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<PinnedBuffer, CudaError> {
-        context.bind()?;
+        PinnedBuffer::for_use(context, bytes, HostUse::Buffer)
+    }
+
+    /// As [`PinnedBuffer::new`], charged as what it is for.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::new`].
+    pub fn for_use(context: &Arc<Context>, bytes: usize, of: HostUse) -> Result<PinnedBuffer, CudaError> {
+        let _current = context.bind()?;
         let bytes = bytes.max(1);
+        let charge = context.host().charge(of, bytes as u64, &format!("{bytes} bytes of pinned memory"))?;
         context.faults().check(FaultPoint::Pin, bytes as u64)?;
-        let mut base: *mut c_void = std::ptr::null_mut();
-        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
-        // SAFETY: the context is current; the call writes one pointer.
-        let result = unsafe { sys::cuMemHostAlloc(&mut base, bytes, flags) };
-        check(result, format_args!("{bytes} bytes of pinned memory"))?;
-        let Some(base) = NonNull::new(base.cast::<u8>()) else {
-            return Err(CudaError { call: "cuMemHostAlloc".into(), code: 0, text: "no address".into() });
-        };
+        let (base, device) = context.calls().pin(bytes)?;
         // SAFETY: the driver gave `bytes` writable bytes. Zeroing makes all of them initialised.
         unsafe { base.as_ptr().write_bytes(0, bytes) };
-        let mut buffer = PinnedBuffer { base, bytes, device: 0, context: context.clone() };
-        // SAFETY: the memory was allocated with a device mapping.
-        let result = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut buffer.device, base.as_ptr().cast(), 0) };
-        check(result, "cuMemHostGetDevicePointer")?;
-        Ok(buffer)
+        Ok(PinnedBuffer { base, bytes, device, context: context.clone(), _charge: charge })
     }
 
     /// Its address for the device.
@@ -80,44 +83,47 @@ impl PinnedBuffer {
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        if let Err(error) = self.context.bind() {
-            log::error!("{error}");
-            return;
-        }
         // SAFETY: allocated once, freed once; the provider has waited for every stream that uses it.
-        log_failure(unsafe { sys::cuMemFreeHost(self.base.as_ptr().cast()) }, "cuMemFreeHost");
+        let freed = self.context.bind().and_then(|_current| unsafe { self.context.calls().unpin(self.base) });
+        if let Err(error) = freed {
+            log_error(&error);
+        }
     }
 }
 
-/// A read-only file mapping that the copy engine and the kernels may read. The owner keeps the mapping alive for longer.
+/// A model file's read-only mapping that the copy engine and the kernels may read. It keeps the model, and so the mapping, for as
+/// long as it lives.
 #[derive(Debug)]
 pub struct Registration {
-    base: *mut c_void,
+    base: *const u8,
     device: u64,
     context: Arc<Context>,
+    /// Whose file it is. Let go once the registration has ended: fields are dropped after `drop` has run.
+    _model: Arc<ModelSpec>,
+    _charge: HostCharge,
 }
 
 // SAFETY: a registration is a fact about the process's memory; it may be ended from any thread.
 unsafe impl Send for Registration {}
 
 impl Registration {
-    /// Registers `bytes`, which must be a mapping of a file.
+    /// Registers the mapping of file `file` of `model`.
     ///
-    /// # Safety
-    /// The bytes stay mapped for as long as the registration lives.
-    pub unsafe fn new(context: &Arc<Context>, bytes: &[u8]) -> Result<Registration, CudaError> {
-        context.bind()?;
+    /// # Errors
+    /// The ledger's refusal, or the driver's; an error without a call for a file that isn't there, or isn't mapped.
+    pub fn new(context: &Arc<Context>, model: &Arc<ModelSpec>, file: usize) -> Result<Registration, CudaError> {
+        let mapped = model.files.get(file).filter(|f| f.mapped).map(|f| &f.bytes[..]);
+        let absent = || CudaError { call: format!("file {file}"), code: 0, text: "not a mapping".to_string() };
+        let bytes = mapped.ok_or_else(absent)?;
+        let _current = context.bind()?;
+        let what = format!("registration of {} mapped bytes", bytes.len());
+        let charge = context.host().charge(HostUse::Registration, bytes.len() as u64, &what)?;
         context.faults().check(FaultPoint::Register, bytes.len() as u64)?;
-        let base = bytes.as_ptr().cast_mut().cast::<c_void>();
-        let flags = sys::CU_MEMHOSTREGISTER_READ_ONLY | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-        // SAFETY: the caller's promise; read-only registration never writes.
-        let result = unsafe { sys::cuMemHostRegister_v2(base, bytes.len(), flags) };
-        check(result, format_args!("registration of {} mapped bytes", bytes.len()))?;
-        let mut registration = Registration { base, device: 0, context: context.clone() };
-        // SAFETY: the memory was registered with a device mapping.
-        let result = unsafe { sys::cuMemHostGetDevicePointer_v2(&mut registration.device, base, 0) };
-        check(result, "cuMemHostGetDevicePointer")?;
-        Ok(registration)
+        let base = bytes.as_ptr();
+        // SAFETY: the mapping belongs to the model, which lives in the registration until that has ended. A mapping is never
+        // replaced while its model lives: a `ModelSpec` behind an `Arc` isn't changed.
+        let device = unsafe { context.calls().register(base, bytes.len()) }?;
+        Ok(Registration { base, device, context: context.clone(), _model: model.clone(), _charge: charge })
     }
 
     /// The device's address of `bytes`, which are within what was registered.
@@ -128,11 +134,11 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        if let Err(error) = self.context.bind() {
-            log::error!("{error}");
-            return;
+        // SAFETY: registered once, ended once; the model keeps the mapping until after this; the provider has waited for every
+        // copy out of it.
+        let ended = self.context.bind().and_then(|_current| unsafe { self.context.calls().unregister(self.base) });
+        if let Err(error) = ended {
+            log_error(&error);
         }
-        // SAFETY: registered once, ended once; the provider has waited for every copy out of it.
-        log_failure(unsafe { sys::cuMemHostUnregister(self.base) }, "cuMemHostUnregister");
     }
 }

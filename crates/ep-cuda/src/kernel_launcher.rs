@@ -42,14 +42,13 @@ impl KernelLauncher {
         let problem = |what: String| {
             DriverProblem::Call(CudaError { call: "loading the device code".into(), code: 0, text: what })
         };
-        context.bind()?;
+        let _current = context.bind()?;
         let ordinal = context.card().ordinal;
         let shared = CudaContext::new(ordinal).map_err(|e| problem(e.to_string()))?;
         let (major, minor) = context.card().capability;
         let capability = (major * 10 + minor).unsigned_abs();
         let mut launcher = KernelLauncher { context: shared, kernels: HashMap::new(), capability };
         launcher.prepare(ActivationWidth::Int16, &[], None).map_err(problem)?;
-        context.bind()?;
         Ok(Box::new(launcher))
     }
 }

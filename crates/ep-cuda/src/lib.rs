@@ -2,8 +2,8 @@
 //! with them.
 //!
 //! `abi` holds what the host and the kernels share, `ptx` the embedded device code, `launch` one function a kernel.
-//! `driver`, `context`, `stream`, `events` wrap the driver; `clock` keeps the device's time; `physical`, `granules`, `arena` are device memory;
-//! `host_memory`, `host_weights`, `upload`, `bounce` are where weights come from; `faults` are refusals for tests. A program becomes a `plan`, which `bind` turns into
+//! `driver`, `calls`, `context`, `current`, `stacks`, `stream`, `events` wrap the driver; `clock` keeps the device's time; `physical`, `granules`, `arena` are device memory;
+//! `host_memory`, `host_charge`, `host_weights`, `upload`, `bounce` are where weights come from; `faults` are refusals for tests. A program becomes a `plan`, which `bind` turns into
 //! kernel arguments (for one row mostly `chain`s of them), `kernel_launcher` launches and `graph` captures; `recorded` holds what a program owns, `step` runs one step, `provider` ties it
 //! together.
 
@@ -13,15 +13,20 @@ mod attached;
 pub mod bind;
 mod bounce;
 pub mod buckets;
+mod calls;
 pub mod chain;
 pub mod clock;
 pub mod context;
+pub mod current;
 pub mod descriptor;
 pub mod driver;
 pub mod events;
+#[cfg(test)]
+mod fake;
 pub mod faults;
 pub mod granules;
 pub mod graph;
+pub mod host_charge;
 pub mod host_memory;
 pub mod host_weights;
 pub mod kernel_launcher;
@@ -41,6 +46,7 @@ pub mod reader;
 mod recorded;
 mod regions;
 mod share;
+mod stacks;
 mod step;
 pub mod stream;
 pub mod upload;

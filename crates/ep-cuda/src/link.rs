@@ -81,7 +81,7 @@ pub fn copies(context: &Arc<Context>, stream: &Stream, to: u64, bytes: u64) -> R
     if before.copies > 0.0 && before.chunk >= chunk {
         return Ok(before.copies);
     }
-    context.bind()?;
+    let _current = context.bind()?;
     let host = PinnedBuffer::new(context, chunk as usize)?;
     // Enough copies that the first one's latency doesn't count.
     let count = (2 * LINK_BYTES).div_ceil(chunk.max(1)).min(64);
@@ -107,7 +107,7 @@ pub fn in_place(context: &Arc<Context>, stream: &Stream, reader: &Reader, sink: 
     if let Some(speed) = known_in_place(context) {
         return Ok(speed);
     }
-    context.bind()?;
+    let _current = context.bind()?;
     let host = PinnedBuffer::new(context, LINK_BYTES as usize)?;
     let speed = fastest(context, stream, 2 * LINK_BYTES, || {
         // SAFETY: the buffer lives until the stream was waited for; the sink is the caller's.

@@ -145,7 +145,7 @@ impl Granules {
     /// # Errors
     /// The driver's.
     pub fn new(context: &Arc<Context>) -> Result<Granules, CudaError> {
-        context.bind()?;
+        let _current = context.bind()?;
         let mut granule = 0;
         let option = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
         // SAFETY: the properties are valid for the call; it writes one integer.
@@ -171,7 +171,7 @@ impl Physical for Granules {
     type Handle = sys::CUmemGenericAllocationHandle;
 
     fn reserve(&self, bytes: u64) -> Result<u64, CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         let mut address = 0;
         // SAFETY: the driver chooses addresses that nothing else has.
         let result = unsafe { sys::cuMemAddressReserve(&mut address, bytes as usize, 0, 0, 0) };
@@ -180,13 +180,13 @@ impl Physical for Granules {
     }
 
     fn unreserve(&self, address: u64, bytes: u64) -> Result<(), CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         // SAFETY: the arena reserved exactly this and has unmapped all of it.
         check(unsafe { sys::cuMemAddressFree(address, bytes as usize) }, "cuMemAddressFree")
     }
 
     fn create(&self) -> Result<Self::Handle, CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         self.context.faults().check(FaultPoint::Granule, self.granule)?;
         let mut handle = 0;
         // SAFETY: the properties are valid for the call; it writes one handle.
@@ -196,19 +196,19 @@ impl Physical for Granules {
     }
 
     fn release(&self, handle: Self::Handle) -> Result<(), CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         // SAFETY: the arena releases a handle once, after it has unmapped it.
         check(unsafe { sys::cuMemRelease(handle) }, "cuMemRelease")
     }
 
     fn map(&self, address: u64, handle: Self::Handle) -> Result<(), CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         // SAFETY: the arena maps only addresses that it reserved and that nothing backs.
         check(unsafe { sys::cuMemMap(address, self.granule as usize, 0, handle, 0) }, "cuMemMap")
     }
 
     fn allow(&self, address: u64, bytes: u64) -> Result<(), CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         let access = sys::CUmemAccessDesc {
             location: location(&self.context),
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
@@ -218,7 +218,7 @@ impl Physical for Granules {
     }
 
     fn unmap(&self, address: u64) -> Result<(), CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         // SAFETY: exactly one mapping lies there, and a fence has waited for every stream.
         check(unsafe { sys::cuMemUnmap(address, self.granule as usize) }, "cuMemUnmap")
     }

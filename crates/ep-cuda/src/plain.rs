@@ -28,7 +28,7 @@ impl PlainMemory {
     /// # Errors
     /// The driver's.
     pub fn allocate(&self, bytes: u64) -> Result<u64, CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         self.context.faults().check(FaultPoint::Granule, bytes)?;
         let mut address = 0;
         // SAFETY: the context is current; the call writes one address.
@@ -42,7 +42,7 @@ impl PlainMemory {
     /// # Errors
     /// The driver's.
     pub fn free(&self, address: u64) -> Result<(), CudaError> {
-        self.context.bind()?;
+        let _current = self.context.bind()?;
         // SAFETY: the arena frees an allocation once, after a fence has waited for every stream.
         check(unsafe { sys::cuMemFree_v2(address) }, "cuMemFree")
     }

@@ -146,6 +146,7 @@ impl Drop for Area {
 pub fn probe(ordinal: usize) -> Result<Probe, DriverProblem> {
     let context = Context::open(ordinal)?;
     context.card().require_virtual_memory()?;
+    let _current = context.bind()?;
     let (free_bytes, total_bytes) = context.memory_info()?;
     let stream = Stream::new(&context)?;
     let host = PinnedBuffer::new(&context, MOVED as usize)?;

@@ -8,19 +8,21 @@ mod programs;
 mod report;
 
 use std::collections::{HashMap, VecDeque};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, DeviceInfo, DeviceReport, LinkCeilings, ProgramId, Provider, RangeKind, Segment, StepInput,
-    StepOutput, StepProgram, Ticket,
+    DeviceError, DeviceInfo, DeviceReport, HostLedger, LinkCeilings, ProgramId, Provider, RangeKind, Segment,
+    StepInput, StepOutput, StepProgram, Ticket,
 };
 
 use crate::arena::Arena;
 use crate::attached::Attached;
 use crate::clock::Clock;
 use crate::context::Context;
+use crate::current::Current;
 use crate::descriptor::Serial;
 use crate::graph::{GraphCounters, StepGraph};
 use crate::host_memory::PinnedBuffer;
@@ -67,7 +69,8 @@ pub struct CudaProvider {
     attached: Option<Attached>,
     uploader: Option<Uploader>,
     logits: Option<PinnedBuffer>,
-    launcher: Box<dyn Launcher>,
+    /// Ended in `drop`, with the context current.
+    launcher: ManuallyDrop<Box<dyn Launcher>>,
     pub(crate) arena: Arena<CardMemory>,
     pub(crate) streams: Streams,
     vectors: HashMap<headrace_model::spec::TensorId, u64>,
@@ -144,19 +147,24 @@ impl CudaProvider {
         }
     }
 
-    fn bind(&self) -> Result<(), DeviceError> {
+    fn bind(&self) -> Result<Current, DeviceError> {
         self.context.bind().map_err(|e| self.context.failed(e))
     }
 }
 
 impl Drop for CudaProvider {
     fn drop(&mut self) {
-        if let Err(error) = self.context.bind() {
-            log::error!("{error}");
-        }
+        let _current = self.context.bind().inspect_err(|error| log::error!("{error}"));
         if let Err(error) = self.streams.fence() {
             log::error!("{error}");
         }
+        // While the context is current, and what uses the kernels first: unloading them leaves current what the loader made so.
+        self.programs.clear();
+        self.uploader = None;
+        self.attached = None;
+        self.logits = None;
+        // SAFETY: nothing uses the launcher any more, and this is the only place that takes it.
+        unsafe { ManuallyDrop::drop(&mut self.launcher) };
     }
 }
 
@@ -175,7 +183,7 @@ impl Provider for CudaProvider {
     }
 
     fn attach(&mut self, model: Arc<ModelSpec>, kv: KvGeometry) -> Result<(), DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         if self.attached.is_some() {
             return Err(self.context.invalid("a model is attached already"));
         }
@@ -183,7 +191,7 @@ impl Provider for CudaProvider {
     }
 
     fn resize(&mut self, range: RangeKind, bytes: u64) -> Result<u64, DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         self.unmappings += u64::from(bytes < self.arena.end(range_index(range)));
         self.ready_range(range_index(range), bytes, &format!("{range:?}"))?;
         let mapped = self
@@ -215,18 +223,18 @@ impl Provider for CudaProvider {
     }
 
     fn reads_host_memory(&self) -> Result<(), String> {
-        self.context.bind().and_then(|()| PinnedBuffer::new(&self.context, 1)).map(drop).map_err(|e| {
+        PinnedBuffer::new(&self.context, 1).map(drop).map_err(|e| {
             format!("{}: pinning is refused, so that kernels read no host memory in place: {e}", self.context.name())
         })
     }
 
     fn ready_link_ceilings(&mut self) -> Result<(), String> {
-        self.context.bind().map_err(|e| e.to_string())?;
+        let _current = self.context.bind().map_err(|e| e.to_string())?;
         self.ready_reader()
     }
 
     fn link_ceilings(&mut self) -> Result<LinkCeilings, String> {
-        self.context.bind().map_err(|e| e.to_string())?;
+        let _current = self.context.bind().map_err(|e| e.to_string())?;
         self.measure_both()
     }
 
@@ -238,24 +246,33 @@ impl Provider for CudaProvider {
         self.whole[range_index(range)] = bytes;
     }
 
+    fn locks_host_memory(&self) -> bool {
+        true
+    }
+
+    fn charge_host_memory(&mut self, ledger: Arc<dyn HostLedger>) {
+        self.context.host().charge_to(ledger);
+    }
+
     fn report(&self) -> DeviceReport {
+        let _current = self.context.bind().inspect_err(|error| log::error!("{error}"));
         self.device_report()
     }
 
     fn program_bytes(&mut self, program: &StepProgram, programs: u64) -> Result<u64, DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         self.bytes_of(program, programs)
     }
 
     fn map(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         self.ready_range(range_index(range), offset.saturating_add(bytes), &format!("{range:?}"))?;
         let mapped = self.arena.map(range_index(range), offset, bytes);
         mapped.map_err(|e| self.arena_error(&format!("{range:?}"), bytes, e))
     }
 
     fn unmap(&mut self, range: RangeKind, offset: u64, bytes: u64) -> Result<(), DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         self.unmappings += 1;
         self.fence_and(&format!("{range:?}"), bytes, |arena, fenced| {
             arena.unmap(fenced, range_index(range), offset, bytes)
@@ -263,17 +280,17 @@ impl Provider for CudaProvider {
     }
 
     fn load(&mut self, segments: &[Segment]) -> Result<(), DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         self.load_segments(segments)
     }
 
     fn copy_within(&mut self, range: RangeKind, from: u64, to: u64, bytes: u64) -> Result<(), DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         self.copy_in_range(range, from, to, bytes)
     }
 
     fn read(&self, range: RangeKind, offset: u64, into: &mut [u8]) -> Result<(), DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         let from = self.address(range_index(range), offset, into.len() as u64, &format!("{range:?}"))?;
         // SAFETY: the bytes are mapped, and the stream is waited for before `into` is used.
         let copied = unsafe { self.streams.compute.copy_out(into.as_mut_ptr(), from, into.len()) };
@@ -281,13 +298,13 @@ impl Provider for CudaProvider {
     }
 
     fn write(&mut self, range: RangeKind, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         let to = self.address(range_index(range), offset, bytes.len() as u64, &format!("{range:?}"))?;
         self.put(to, bytes)
     }
 
     fn record(&mut self, program: StepProgram) -> Result<ProgramId, DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         let recorded = self.record_program(program)?;
         if recorded.program.slots > 0 {
             self.slot_bytes = recorded.program.slot_bytes;
@@ -308,9 +325,7 @@ impl Provider for CudaProvider {
     }
 
     fn discard(&mut self, id: ProgramId) {
-        if let Err(error) = self.context.bind() {
-            log::error!("{error}");
-        }
+        let _current = self.context.bind().inspect_err(|error| log::error!("{error}"));
         if let Some(recorded) = self.programs.remove(&id.0) {
             self.forget(recorded);
         }
@@ -321,7 +336,7 @@ impl Provider for CudaProvider {
     }
 
     fn submit(&mut self, id: ProgramId, input: &StepInput) -> Result<Ticket, DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         if self.in_flight.len() >= self.depth {
             let what = format!("{} steps are in flight; {} may be", self.in_flight.len(), self.depth);
             return Err(self.context.invalid(what));
@@ -343,7 +358,7 @@ impl Provider for CudaProvider {
     }
 
     fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> Result<(), DeviceError> {
-        self.bind()?;
+        let _current = self.bind()?;
         output.tokens.clear();
         output.logits.clear();
         let Some(&step) = self.in_flight.front().filter(|step| step.ticket == ticket) else {
@@ -365,7 +380,7 @@ impl CudaProvider {
             attached: self.attached.as_ref(),
             uploader: self.uploader.as_mut(),
             logits: &mut self.logits,
-            launcher: &*self.launcher,
+            launcher: self.launcher.as_ref(),
             arena: &self.arena,
             streams: &self.streams,
             counters: &mut self.counters,

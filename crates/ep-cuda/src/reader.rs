@@ -74,10 +74,10 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        if let Err(error) = self.context.bind() {
-            log::error!("{error}");
-            return;
-        }
+        let _current = match self.context.bind() {
+            Ok(current) => current,
+            Err(error) => return log::error!("{error}"),
+        };
         // SAFETY: loaded once, unloaded once; every launch has been waited for.
         log_failure(unsafe { sys::cuModuleUnload(self.module) }, "cuModuleUnload");
     }

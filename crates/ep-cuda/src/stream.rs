@@ -23,7 +23,7 @@ unsafe impl Send for Stream {}
 impl Stream {
     /// A new stream.
     pub fn new(context: &Arc<Context>) -> Result<Stream, CudaError> {
-        context.bind()?;
+        let _current = context.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the context is current; the handle is destroyed in `Drop`.
         let result = unsafe { sys::cuStreamCreate(&mut raw, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32) };
@@ -95,7 +95,8 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if let Err(error) = self.context.bind().and_then(|()| self.wait()) {
+        let current = self.context.bind();
+        if let Err(error) = current.as_ref().map_err(Clone::clone).and_then(|_| self.wait()) {
             log::error!("{error}");
         }
         // SAFETY: created once, destroyed once.

@@ -6,7 +6,7 @@ use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use headrace_model::spec::TensorId;
-use headrace_provider::Segment;
+use headrace_provider::{HostUse, Segment};
 
 use crate::bounce::{BOUNCE_BUFFERS, BOUNCE_BYTES, BouncePool, Fill};
 use crate::context::Context;
@@ -29,7 +29,7 @@ pub struct UploadCounters {
     pub pinned_copy_bytes: u64,
     /// Files that couldn't be registered.
     pub refused_registrations: u64,
-    /// Bytes of pinned host memory taken.
+    /// Bytes of page-locked host memory taken through the context: registered mappings, pinned copies, the pool, buffers of steps.
     pub pinned_bytes: u64,
 }
 
@@ -93,8 +93,7 @@ impl Uploader {
 
     /// The counters.
     pub fn counters(&self) -> UploadCounters {
-        let pinned_bytes = self.counters.pinned_copy_bytes + self.pool.pinned_bytes();
-        UploadCounters { pinned_bytes, ..self.counters }
+        UploadCounters { pinned_bytes: self.context.host().bytes(), ..self.counters }
     }
 
     /// Why files couldn't be registered, one entry a file, and the embedding not be read in place.
@@ -110,8 +109,7 @@ impl Uploader {
         let model = self.weights.model();
         let registration = match model.files.get(file) {
             Some(f) if f.mapped && self.context.card().read_only_registration => {
-                // SAFETY: the mapping belongs to the model, which `weights` keeps; `Drop` ends registrations first.
-                unsafe { Registration::new(&self.context, &f.bytes) }.map_err(|e| format!("{}: {e}", f.path.display()))
+                Registration::new(&self.context, model, file).map_err(|e| format!("{}: {e}", f.path.display()))
             }
             Some(f) if f.mapped => Err(format!("{}: the card can't register read-only mappings", f.path.display())),
             Some(f) => Err(format!("{}: not a mapping", f.path.display())),
@@ -242,7 +240,7 @@ impl Uploader {
         match self.pinned.entry(key) {
             Entry::Occupied(known) => Ok(known.into_mut()),
             Entry::Vacant(vacant) => {
-                let mut buffer = PinnedBuffer::new(&self.context, bytes.len())?;
+                let mut buffer = PinnedBuffer::for_use(&self.context, bytes.len(), HostUse::Copy)?;
                 buffer.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
                 self.counters.pinned_copy_bytes += bytes.len() as u64;
                 Ok(vacant.insert(buffer))
@@ -268,3 +266,7 @@ impl Uploader {
         said
     }
 }
+
+#[cfg(test)]
+#[path = "upload_tests.rs"]
+mod tests;

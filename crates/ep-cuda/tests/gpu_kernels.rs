@@ -8,6 +8,8 @@
 mod attention;
 #[path = "gpu/bench.rs"]
 mod bench;
+#[path = "gpu/context.rs"]
+mod context;
 #[path = "gpu/decode.rs"]
 mod decode;
 #[path = "gpu/device.rs"]
@@ -39,6 +41,8 @@ const TESTS: &[Test] = &[
     ("attention", attention::attention),
     ("attention_long", attention::long),
     ("attention_prompts", attention::prompts),
+    ("context_of_the_caller", context::caller_s_context),
+    ("context_stacks", context::stacks_as_found),
 ];
 
 /// The weight formats whose kernels a run needs: compiling all of them for the device takes a while.
@@ -52,6 +56,9 @@ fn formats(filter: &str) -> Vec<Format> {
 }
 
 fn main() {
+    if std::env::args().any(|a| a == context::ALONE) {
+        return context::alone();
+    }
     // The standard harness's arguments (such as --nocapture) mean nothing here.
     let filter = std::env::args().skip(1).find(|a| !a.starts_with('-')).unwrap_or_default();
     let gpu = match Gpu::open(&formats(&filter)) {

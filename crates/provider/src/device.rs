@@ -5,6 +5,7 @@ use std::sync::Arc;
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
 
+use crate::host::HostLedger;
 use crate::program::{Segment, StepProgram};
 use crate::report::{DeviceReport, LinkCeilings};
 use crate::step::{StepInput, StepOutput};
@@ -144,6 +145,15 @@ pub trait Provider: Send {
     fn report(&self) -> DeviceReport {
         DeviceReport::default()
     }
+
+    /// True if the device page-locks memory of the host. Then it charges that first, once [`Provider::charge_host_memory`] has said
+    /// where.
+    fn locks_host_memory(&self) -> bool {
+        false
+    }
+
+    /// Host memory that the device page-locks from now on is charged to `ledger` first. Said once, before a model is attached.
+    fn charge_host_memory(&mut self, _ledger: Arc<dyn HostLedger>) {}
 
     /// Whether kernels can read host memory in place ([`crate::Place::HostMapped`]).
     ///

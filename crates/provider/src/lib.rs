@@ -7,6 +7,7 @@
 
 mod check;
 pub mod device;
+pub mod host;
 pub mod program;
 pub mod report;
 pub mod step;
@@ -14,6 +15,7 @@ mod workspace;
 
 pub use check::check;
 pub use device::{DeviceError, DeviceInfo, ProgramId, Provider, RangeKind, Ticket};
+pub use host::{HostLease, HostLedger, HostUse};
 pub use program::{Buffer, Instr, Op, Place, RowSet, Segment, StepProgram};
 pub use report::{ClockReport, DeviceReport, GraphReport, LinkCeilings, PhysicalFigure, PhysicalSource, SourceReport};
 pub use step::{StepInput, StepOutput, Token, TokenRow};

@@ -63,7 +63,7 @@ pub struct SourceReport {
     pub bounced_bytes: u64,
     /// Pinned copies that streaming reads from, because their file couldn't be registered. Gauge.
     pub pinned_copy_bytes: u64,
-    /// Pinned host memory taken, the pool and those copies. Gauge.
+    /// Page-locked host memory taken: registered mappings, those copies, the pool, buffers of steps. Gauge.
     pub pinned_bytes: u64,
     /// Why files couldn't be registered, one entry a file.
     pub refusals: Vec<String>,

@@ -1,6 +1,7 @@
 //! Opening a card: context, streams, address ranges, kernels, and what the process takes once.
 
 use std::collections::{HashMap, VecDeque};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use super::{CudaProvider, RANGE_COUNT};
@@ -39,6 +40,7 @@ impl CudaProvider {
         let mut shares = Shares::lock();
         let meter = OverheadMeter::before(&usable);
         let context = Context::open_with(ordinal, faults)?;
+        let _current = context.bind()?;
         let (free_before, _) = context.memory_info()?;
         let streams = Streams::new(&context)?;
         let launcher = kernels(&context)?;
@@ -68,7 +70,7 @@ impl CudaProvider {
             attached: None,
             uploader: None,
             logits: None,
-            launcher,
+            launcher: ManuallyDrop::new(launcher),
             arena,
             streams,
             vectors: HashMap::new(),

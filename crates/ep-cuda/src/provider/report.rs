@@ -62,7 +62,7 @@ impl CudaProvider {
                 registered_bytes: uploads.registered_bytes,
                 bounced_bytes: uploads.bounced_bytes,
                 pinned_copy_bytes: uploads.pinned_copy_bytes,
-                pinned_bytes: uploads.pinned_bytes,
+                pinned_bytes: self.context.host().bytes(),
                 refusals: self.uploader.as_ref().map(|u| u.refusals().to_vec()).unwrap_or_default(),
             },
         }
