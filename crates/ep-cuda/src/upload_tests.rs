@@ -106,7 +106,7 @@ fn what_the_ledger_refuses_to_register_is_copied_and_then_goes_through_the_pool(
     assert_eq!((calls.locked(), left.load(Ordering::Relaxed)), ((first + POOL, 0), 0));
     let said = uploader.fallbacks().join("\n");
     for part in [
-        format!("not registered: "),
+        "not registered: ".to_string(),
         format!("registration of {file} mapped bytes: host_limit leaves"),
         format!("{first} bytes of weights have a pinned copy"),
         format!("streamed through a pool of {POOL} pinned bytes"),
