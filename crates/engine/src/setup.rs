@@ -1,5 +1,7 @@
 //! From options to a device: checks, KV geometry, sizes.
 
+use std::sync::Arc;
+
 use headrace_ep_cpu::host_device::{HostDevice, HostOptions};
 use headrace_ep_cpu::{CpuOptions, CpuProvider};
 use headrace_kv::KvGeometry;
@@ -21,6 +23,15 @@ pub(crate) enum Device {
     InPlace(Box<dyn Provider>),
     /// Has memory of its own, of which so many bytes may be used.
     Paged(Box<dyn Provider>, u64),
+}
+
+impl Device {
+    /// The model with its matrices in the formats that the device wants.
+    pub(crate) fn arranged(&self, model: &Arc<ModelSpec>) -> Arc<ModelSpec> {
+        match self {
+            Device::InPlace(provider) | Device::Paged(provider, _) => model.arranged(|f| provider.wanted_format(f)),
+        }
+    }
 }
 
 /// A device, and what was asked for if it is something else.

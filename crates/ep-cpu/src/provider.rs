@@ -78,7 +78,7 @@ impl CpuProvider {
 
     /// Bytes of weights that are kept beside the model file: transposed matrices, vectors as floats.
     pub fn private_weight_bytes(&self) -> u64 {
-        self.attached.as_ref().map_or(0, |a| a.weights.transposed_bytes() + a.weights.vector_bytes())
+        self.attached.as_ref().map_or(0, |a| a.weights.repacked_bytes() + a.weights.vector_bytes())
     }
 
     /// Where the time of the steps so far went; `None` unless `HEADRACE_PROFILE_OPS=1` was set when this was made.
@@ -113,7 +113,7 @@ impl Provider for CpuProvider {
             granule: GRANULE as u64,
             kernels: self.executor.level().to_string(),
             threads: self.executor.threads(),
-            repacked_bytes: self.attached.as_ref().map_or(0, |a| a.weights.transposed_bytes()),
+            repacked_bytes: self.attached.as_ref().map_or(0, |a| a.weights.repacked_bytes()),
             piece_bytes: 0,
         }
     }
@@ -124,8 +124,8 @@ impl Provider for CpuProvider {
         }
         check_config(&model, &kv).map_err(|e| NAME.invalid(e))?;
         let weights = FileWeights::new(model.clone()).map_err(|e| NAME.invalid(e))?;
-        if weights.transposed_bytes() > 0 {
-            log::info!("{}: {} bytes of column-major weights were transposed", NAME.0, weights.transposed_bytes());
+        if weights.repacked_bytes() > 0 {
+            log::info!("{}: {} bytes of column-major weights were transposed", NAME.0, weights.repacked_bytes());
         }
         let rope = RopeTable::new(&model, &weights).map_err(|e| NAME.invalid(e))?;
         let reserve = physical_bytes();

@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use headrace_model::ModelSpec;
+use headrace_model::arrange::arrange_rows;
 use headrace_model::spec::{Layout, RopeTables, TensorId};
 use headrace_numerics::block::dequantise_row;
-use headrace_numerics::format::{Format, WeightView};
+use headrace_numerics::format::{Format, MAX_PLANES, WeightView};
 use headrace_provider::{Place, Segment};
 
 /// Turns a segment into the bytes that a kernel reads. Nothing else in the executor knows where bytes are, so that a
@@ -27,14 +28,25 @@ pub trait WeightSource: Sync {
 pub struct FileWeights {
     model: Arc<ModelSpec>,
     transposed: HashMap<TensorId, Vec<u8>>,
+    /// Planes of the matrices that are laid out anew.
+    arranged: HashMap<TensorId, [Vec<u8>; MAX_PLANES]>,
     vectors: HashMap<TensorId, Vec<f32>>,
 }
 
 impl FileWeights {
     /// Transposes what needs it and turns vectors to floats.
     pub fn new(model: Arc<ModelSpec>) -> Result<FileWeights, String> {
-        let mut weights = FileWeights { model: model.clone(), transposed: HashMap::new(), vectors: HashMap::new() };
+        let mut weights = FileWeights {
+            model: model.clone(),
+            transposed: HashMap::new(),
+            arranged: HashMap::new(),
+            vectors: HashMap::new(),
+        };
         for (i, t) in model.tensors.iter().enumerate() {
+            if let Some(stored) = t.stored {
+                let planes = weights.arrange(TensorId(i), stored)?;
+                weights.arranged.insert(TensorId(i), planes);
+            }
             if t.layout == Layout::ColMajor {
                 let bytes = weights.transpose(TensorId(i))?;
                 weights.transposed.insert(TensorId(i), bytes);
@@ -52,9 +64,9 @@ impl FileWeights {
         Ok(weights)
     }
 
-    /// Bytes of transposed matrices.
-    pub fn transposed_bytes(&self) -> u64 {
-        self.transposed.values().map(|v| v.len() as u64).sum()
+    /// Bytes of matrices in another layout than the file's.
+    pub fn repacked_bytes(&self) -> u64 {
+        self.transposed.values().chain(self.arranged.values().flatten()).map(|v| v.len() as u64).sum()
     }
 
     /// Bytes of vectors kept as floats.
@@ -69,6 +81,23 @@ impl FileWeights {
         let end = extent.offset.checked_add(extent.len);
         let bytes = end.and_then(|end| file.get(extent.offset..end));
         bytes.ok_or_else(|| format!("{}: bytes {} + {} are not in the file", tensor.name, extent.offset, extent.len))
+    }
+
+    fn arrange(&self, id: TensorId, stored: Format) -> Result<[Vec<u8>; MAX_PLANES], String> {
+        let (tensor, from) = (self.model.tensor(id), self.plane(id, 0)?);
+        let mut planes: [Vec<u8>; MAX_PLANES] = Default::default();
+        for (plane, to) in planes.iter_mut().enumerate().take(tensor.format.planes()) {
+            *to = vec![0; tensor.rows.saturating_mul(tensor.format.row_bytes(plane, tensor.cols))];
+            if !arrange_rows(stored, plane, from, to) {
+                return Err(format!(
+                    "{}: {} can't be laid out as {}",
+                    tensor.name,
+                    stored.name(),
+                    tensor.format.name()
+                ));
+            }
+        }
+        Ok(planes)
     }
 
     fn transpose(&self, id: TensorId) -> Result<Vec<u8>, String> {
@@ -122,10 +151,11 @@ impl WeightSource for FileWeights {
 
     fn matrix(&self, id: TensorId) -> Result<WeightView<'_>, String> {
         let tensor = self.model.tensors.get(id.0).ok_or_else(|| format!("the model has no tensor {}", id.0))?;
-        let planes = match self.transposed.get(&id) {
-            Some(bytes) => [&bytes[..], &[], &[]],
-            None if tensor.layout == Layout::ColMajor => return Err(format!("{} is not transposed", tensor.name)),
-            None => [self.plane(id, 0)?, self.plane(id, 1)?, self.plane(id, 2)?],
+        let planes = match (self.transposed.get(&id), self.arranged.get(&id)) {
+            (Some(bytes), _) => [&bytes[..], &[], &[]],
+            (_, Some(planes)) => planes.each_ref().map(Vec::as_slice),
+            _ if tensor.layout == Layout::ColMajor => return Err(format!("{} is not transposed", tensor.name)),
+            _ => [self.plane(id, 0)?, self.plane(id, 1)?, self.plane(id, 2)?],
         };
         WeightView::new(tensor.format, tensor.rows, tensor.cols, planes)
             .ok_or_else(|| format!("{}: {} x {} doesn't fit its bytes", tensor.name, tensor.rows, tensor.cols))

@@ -156,6 +156,11 @@ fn random_shapes() -> Vec<ModelShape> {
             qk_norm: true,
             ..base.clone()
         },
+        // GGUF formats that the device keeps in planes.
+        ModelShape { formats: vec![Format::Q4_0], bias: true, ..base.clone() },
+        ModelShape { formats: vec![Format::Q4_1], qk_norm: true, ..base.clone() },
+        ModelShape { formats: vec![Format::Q4_K], tied: true, ..base.clone() },
+        ModelShape { formats: vec![Format::Q4_K, Format::Q6_K, Format::Q4_1, Format::Q4_0], ..base.clone() },
         // Some matrices in a format that only the other kernels serve.
         ModelShape { formats: vec![half, Format::Q8_0, format(ScaleType::F16, ZeroPoint::TwosComplement)], ..base },
     ]
@@ -201,9 +206,11 @@ fn configuration(
     let mut cpu = CpuProvider::new(CpuOptions::default())?;
     let mut cuda = CudaProvider::open(card)?;
     prepare(&mut cpu, model, kv, pages)?;
-    prepare(&mut cuda, model, kv, pages)?;
+    // What the device keeps in another layout gives the same bits.
+    let arranged = model.arranged(|format| cuda.wanted_format(format));
+    prepare(&mut cuda, &arranged, kv, pages)?;
     for width in WIDTHS {
-        let (program, bytes) = resident(model, width)?;
+        let (program, bytes) = resident(&arranged, width)?;
         let segments: Vec<_> = program
             .instrs
             .iter()
@@ -218,7 +225,7 @@ fn configuration(
         cuda.load(&segments)?;
         let seconds = started.elapsed().as_secs_f64();
         println!("loaded {bytes} bytes in {seconds:.3} s, {:.1} GB/s", bytes as f64 / seconds / 1e9);
-        let on_cuda = record(&mut cuda, model, program)?;
+        let on_cuda = record(&mut cuda, &arranged, program)?;
         let file = file_program(model, MAX_ROWS, MAX_WANTED, width, 1);
         let on_cpu = record(&mut cpu, model, file)?;
         for repeat in 0..2 {

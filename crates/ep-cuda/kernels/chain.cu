@@ -26,7 +26,7 @@
 #define STEPS 4
 #define CELL (ROWS * 8 * 16)
 
-// The activation in shared memory: pieces of 16 codes [piece][block] in PAIR order, then {d, -8 * sum} [block].
+// The activation in shared memory: pieces of 16 codes [piece][block] in PAIR order, then {d, staged_sum} [block].
 template <bool W16> struct Staged {
     static const u32 PIECES = W16 ? 4 : 2;
     int4* pieces;
@@ -35,7 +35,7 @@ template <bool W16> struct Staged {
 };
 
 // Brings an activation that is in memory.
-template <bool W16> __device__ __forceinline__ void stage_codes(const Activation& x, Staged<W16> to) {
+template <class S, bool W16> __device__ __forceinline__ void stage_codes(const Activation& x, Staged<W16> to) {
     const u32 PIECES = Staged<W16>::PIECES, kb = x.cols / 32;
     const int4* codes = (const int4*)x.codes;
     const size_t block = (size_t)x.ld * PIECES;
@@ -44,13 +44,13 @@ template <bool W16> __device__ __forceinline__ void stage_codes(const Activation
         to.pieces[i % PIECES * kb + i / PIECES] = pair_order(__ldcg(codes + i / PIECES * block + i % PIECES));
     for (u32 k = threadIdx.x; k < kb; k += blockDim.x) {
         int2 s = __ldcg(x.steps + (size_t)k * x.ld);
-        s.y *= -8;
+        s.y = staged_sum<S>(s.y);
         to.steps[k] = s;
     }
 }
 
 // Makes the activation from the norm of a row, in every block for itself. `xs` holds the row.
-template <bool W16>
+template <class S, bool W16>
 __device__ __forceinline__ void stage_norm(const ChainLinear& l, Staged<W16> to, float* xs, u32* barrier, u32 count) {
     __shared__ float lanes[256];
     const u32 n = l.x.cols, kb = n / 32, t = threadIdx.x, lane = t & 31, warp = t >> 5, warps = blockDim.x >> 5;
@@ -113,11 +113,11 @@ __device__ __forceinline__ void stage_norm(const ChainLinear& l, Staged<W16> to,
         }
     }
     if (lane < EARLY && warp + lane * warps < kb)
-        to.steps[warp + lane * warps] = make_int2(__float_as_int(step.d), -8 * total);
+        to.steps[warp + lane * warps] = make_int2(__float_as_int(step.d), staged_sum<S>(total));
     for (u32 k = warp + EARLY * warps; k < kb; k += warps) {
         const Quantised q = quantise32<W16>(__fmul_rn(__fmul_rn(xs[k * 32 + lane], inv), __ldcg(weight + k * 32 + lane)));
         put(k, q.code);
-        if (lane == 0) to.steps[k] = make_int2(__float_as_int(q.d), -8 * q.sum);
+        if (lane == 0) to.steps[k] = make_int2(__float_as_int(q.d), staged_sum<S>(q.sum));
     }
 }
 
@@ -125,10 +125,10 @@ __device__ __forceinline__ void stage_norm(const ChainLinear& l, Staged<W16> to,
 // matrices: registers are for the other tasks then.
 struct Aim { u32 from, unit, step; };
 
-template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(const ChainArgs& a) {
+template <class S, bool W16, int D> __device__ __forceinline__ void chain(const ChainArgs& a) {
     extern __shared__ __align__(128) u8 area[];
     __shared__ Aim aims[16];
-    const u32 PIECES = Staged<W16>::PIECES, SCALE = HALF ? 2 : 4, PER_ROW = SCALE;  // 16-byte pieces of 16 scales
+    const u32 PIECES = Staged<W16>::PIECES, SCALE = S::BYTES, PER_ROW = SCALE;  // 16-byte pieces of 16 scales
     const u32 SLOT = STEPS * (CELL + ROWS * 8 * SCALE);
     const u32 lane = threadIdx.x & 31, klane = lane >> 2, group = lane & 3, warp = threadIdx.x >> 5;
     const u32 warps = (blockDim.x >> 5) - 1;  // of those that multiply
@@ -235,8 +235,7 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
                     v[4 * j + 2] = p.z;
                     v[4 * j + 3] = p.w;
                 }
-                const float f = HALF ? f16_to_float(*(const u16*)scale) : *(const float*)scale;
-                acc = add_planar<W16>(acc, *(const uint4*)codes, flip, v, *ps, f);
+                acc = add_planar<S, W16>(acc, *(const uint4*)codes, flip, v, *ps, S::read(scale, klane));
                 px += 8;
                 ps += 8;
             };
@@ -248,10 +247,10 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
                 __syncwarp();  // the others' copies are there, and they have left the slot that is filled now
                 issue(slot == 0 ? D - 1 : slot - 1);
                 const u8* in = ring + slot * SLOT + from_code;
-                const u8* scale = ring + slot * SLOT + STEPS * CELL + group * (16 * SCALE) + klane * SCALE;
+                const u8* scale = ring + slot * SLOT + STEPS * CELL + group * (16 * SCALE);
                 slot = slot + 1 == D ? 0 : slot + 1;
                 if (done + 8 * STEPS <= kb) {
-#pragma unroll
+#pragma unroll(S::MIN && W16 && D == 2 ? 2 : STEPS)  // more does not fit the registers
                     for (u32 q = 0; q < STEPS; q++) step(in + q * CELL, scale + scale_at(q));
                 } else {
 #pragma unroll 1
@@ -281,10 +280,10 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
             const Staged<W16> to(area, m.blocks);
             if (l.src) {
                 const u32 codes = (m.blocks * (PIECES * 16 + 8) + 15) / 16 * 16;
-                stage_norm<W16>(l, to, (float*)(area + codes), a.barrier, count);
+                stage_norm<S, W16>(l, to, (float*)(area + codes), a.barrier, count);
             } else {
                 grid_wait(a.barrier, count);
-                stage_codes<W16>(l.x, to);
+                stage_codes<S, W16>(l.x, to);
             }
             __syncthreads();
             if (warp < warps)
@@ -310,10 +309,10 @@ template <bool HALF, bool W16, int D> __device__ __forceinline__ void chain(cons
 
 #define KERNEL(D)                                                                                                     \
     extern "C" __global__ void __launch_bounds__(512, 1) chain_w16_d##D(const __grid_constant__ ChainArgs a) {        \
-        chain<(PIPE == 2), true, D>(a);                                                                               \
+        chain<SCALES, true, D>(a);                                                                               \
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(512, 1) chain_w8_d##D(const __grid_constant__ ChainArgs a) {         \
-        chain<(PIPE == 2), false, D>(a);                                                                              \
+        chain<SCALES, false, D>(a);                                                                              \
     }
 KERNEL(2)
 KERNEL(3)

@@ -58,21 +58,30 @@ __device__ __forceinline__ float add_block(float lane, const int w[8], const Blo
     return lane;
 }
 
-// Adds one block of planar 4-bit codes without zero points to its lane: `x` holds the activation's codes as PAIR formats
-// want them, high bytes and then, if W16, low ones; `ds` is {d, -8 * sum of the codes}, which takes the middle off.
-template <bool W16>
-__device__ __forceinline__ float add_planar(float lane, uint4 codes, u32 flip, const int* x, int2 ds, float scale) {
+// What goes with the step `d` of an activation block for planar codes: -8 times the sum of its codes, which takes the middle off; or
+// the sum as a float, which the minimum is multiplied by.
+template <class S> __device__ __forceinline__ int staged_sum(int sum) {
+    return S::MIN ? __float_as_int((float)sum) : -8 * sum;
+}
+
+// Adds one block of planar 4-bit codes to its lane: `x` holds the activation's codes as PAIR formats want them, high bytes and then, if
+// W16, low ones; `ds` is {d, staged_sum}.
+template <class S, bool W16>
+__device__ __forceinline__ float add_planar(float lane, uint4 codes, u32 flip, const int* x, int2 ds, Scale scale) {
     const u32 w[4] = {codes.x, codes.y, codes.z, codes.w};
-    int high = W16 ? 0 : ds.y, low = ds.y;
+    int high = S::MIN || W16 ? 0 : ds.y, low = S::MIN ? 0 : ds.y;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int even = (int)((w[i] ^ flip) & 0x0f0f0f0fu);
-        const int odd = (int)(((w[i] >> 4) ^ flip) & 0x0f0f0f0fu);
+        const int even = (int)((S::MIN ? w[i] : w[i] ^ flip) & 0x0f0f0f0fu);
+        const int odd = (int)((S::MIN ? w[i] >> 4 : (w[i] >> 4) ^ flip) & 0x0f0f0f0fu);
         high = __dp4a(odd, x[2 * i + 1], __dp4a(even, x[2 * i], high));
         if (W16) low = __dp4a(odd, x[(W16 ? 8 : 0) + 2 * i + 1], __dp4a(even, x[(W16 ? 8 : 0) + 2 * i], low));
     }
     const int dot = W16 ? high * 256 + low : high;
-    return __fmaf_rn((float)dot, __fmul_rn(scale, __int_as_float(ds.x)), lane);
+    const float d = __int_as_float(ds.x);
+    lane = __fmaf_rn((float)dot, __fmul_rn(scale.s, d), lane);
+    if (S::MIN) lane = __fmaf_rn(__int_as_float(ds.y), __fmul_rn(scale.m, d), lane);
+    return lane;
 }
 
 // Bias, then residual, then the store: output `column` of row `row`.

@@ -9,7 +9,7 @@
 // HALVES: each half of 16 elements (words 0-3, 4-7) has a scale (and zero point) of its own.
 // MIN: there is a float minimum.
 #pragma once
-#include "common.cuh"
+#include "scales.cuh"
 
 struct FormatParams { u32 cols, group_shift, flip, scale_half; };
 
@@ -50,6 +50,30 @@ template <bool SH, bool ZP> struct Planar4 {
         }
         f.s0 = SH ? f16_to_float((u16)o.s) : __uint_as_float(o.s);
         f.z0 = ZP ? (int)((o.z >> (((k >> (p.group_shift - 5)) & 1) * 4)) & 15) : 8;
+    }
+};
+
+// Planar codes of 4 bits with a float minimum, scales as S says.
+template <class S> struct Planar4Min {
+    static const bool PAIR = true, HALVES = false, MIN = true, ZERO = false;
+    struct Row { const u8 *w, *s; };
+    struct Raw { uint4 w; Scale f; };
+    static __device__ __forceinline__ Row row(const u8* const* planes, size_t r, const FormatParams& p) {
+        const u32 kb = p.cols / 32;
+        return {planes[0] + r * ((size_t)kb * 16), planes[1] + r * ((size_t)kb * S::BYTES)};
+    }
+    static __device__ __forceinline__ Raw load(const Row& r, u32 k, const FormatParams&) {
+        return {stream16(r.w + (size_t)k * 16), S::read(r.s + k / 8 * (8 * S::BYTES), k % 8)};
+    }
+    static __device__ __forceinline__ void unpack(const Raw& o, u32, const FormatParams&, int w[8], BlockFloats& f) {
+        const u32 x[4] = {o.w.x, o.w.y, o.w.z, o.w.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            w[2 * i] = (int)(x[i] & 0x0f0f0f0fu);
+            w[2 * i + 1] = (int)((x[i] >> 4) & 0x0f0f0f0fu);
+        }
+        f.s0 = o.f.s;
+        f.s1 = o.f.m;
     }
 };
 

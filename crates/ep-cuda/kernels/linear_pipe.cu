@@ -30,9 +30,9 @@ __device__ __forceinline__ void mma(int c[4], const u32 a[4], u32 b0, u32 b1, in
 
 // CHUNK: blocks of 32 columns in a stage. SETS: sets of eight warps, each with M tiles of weight rows of its own; they share
 // the activations.
-template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> __device__ __forceinline__ void pipe(const LinearArgs& a) {
+template <class S, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> __device__ __forceinline__ void pipe(const LinearArgs& a) {
     extern __shared__ __align__(16) u8 ring[];
-    const int R = SETS * M * 16, THREADS = SETS * 256, SCALE = HALF ? 2 : 4, PLANES = W16 ? 2 : 1, TOKENS = NT * 8;
+    const int R = SETS * M * 16, THREADS = SETS * 256, SCALE = S::BYTES, PLANES = W16 ? 2 : 1, TOKENS = NT * 8;
     const int CODE_STRIDE = CHUNK * 16 + 16;  // bytes of a row's codes in a stage: 16 more keep the banks apart
     const int PIECES = CHUNK * SCALE / 16 + 1, SCALE_STRIDE = PIECES * 16;  // a row's scales, wherever they start
     // A stage: codes, scales, activation codes [block][high, low][token][32], their steps [block][token].
@@ -133,17 +133,16 @@ template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> _
             const u32 kk = half * 8 + warp, k = stage * CHUNK + kk;
             if (k >= kb) break;
             u32 w[M][4];
-            float scale[M][2];
+            Scale scale[M][2];
 #pragma unroll
             for (int i = 0; i < M; i++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const u32 row = set_row + i * 16 + h * 8 + g;
                     const u32 x = *(const u32*)(codes + row * CODE_STRIDE + kk * 16 + t * 4);
-                    w[i][h] = (x ^ a.flip) & 0x0f0f0f0fu;
-                    w[i][h + 2] = ((x >> 4) ^ a.flip) & 0x0f0f0f0fu;
-                    const u8* from = scales + row * SCALE_STRIDE + shift[i][h] + kk * SCALE;
-                    scale[i][h] = HALF ? f16_to_float(*(const u16*)from) : *(const float*)from;
+                    w[i][h] = (S::MIN ? x : x ^ a.flip) & 0x0f0f0f0fu;
+                    w[i][h + 2] = (S::MIN ? x >> 4 : (x >> 4) ^ a.flip) & 0x0f0f0f0fu;
+                    scale[i][h] = S::read(scales + row * SCALE_STRIDE + shift[i][h] + half * 8 * SCALE, warp);
                 }
 #pragma unroll
             for (int j = 0; j < NT; j++) {
@@ -155,9 +154,11 @@ template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> _
                 const u32 low0 = __byte_perm(low.x, low.y, 0x6420), low1 = __byte_perm(low.x, low.y, 0x7531);
                 const int4 ds = *(const int4*)(codes + STEPS_AT + (kk * TOKENS + j * 8 + 2 * t) * 8);
                 const float d[2] = {__int_as_float(ds.x), __int_as_float(ds.z)};
-                // 8 * sum = 256 * (8 * sum_high) + 8 * sum_low
-                const int sum_high[2] = {W16 ? (ds.y + 128) >> 8 : ds.y, W16 ? (ds.w + 128) >> 8 : ds.w};
-                const int sum_low[2] = {ds.y - 256 * sum_high[0], ds.w - 256 * sum_high[1]};
+                // 8 * sum = 256 * (8 * sum_high) + 8 * sum_low; nothing to take off where there is a minimum.
+                const int middle[2] = {S::MIN ? 0 : ds.y, S::MIN ? 0 : ds.w};
+                const int sum_high[2] = {W16 ? (middle[0] + 128) >> 8 : middle[0], W16 ? (middle[1] + 128) >> 8 : middle[1]};
+                const int sum_low[2] = {middle[0] - 256 * sum_high[0], middle[1] - 256 * sum_high[1]};
+                const float sum[2] = {S::MIN ? (float)ds.y : 0.0f, S::MIN ? (float)ds.w : 0.0f};
 #pragma unroll
                 for (int i = 0; i < M; i++) {
                     int c[4], e[4];
@@ -167,7 +168,8 @@ template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> _
                     for (int q = 0; q < 4; q++) {
                         float v = __fsub_rn(__int_as_float(c[q]), MAGIC_FLOAT);
                         if (W16) v = __fmaf_rn(v, 256.0f, __fsub_rn(__int_as_float(e[q]), MAGIC_FLOAT));
-                        acc[i][j][q] = __fmaf_rn(v, __fmul_rn(scale[i][q >> 1], d[q & 1]), acc[i][j][q]);
+                        acc[i][j][q] = __fmaf_rn(v, __fmul_rn(scale[i][q >> 1].s, d[q & 1]), acc[i][j][q]);
+                        if (S::MIN) acc[i][j][q] = __fmaf_rn(sum[q & 1], __fmul_rn(scale[i][q >> 1].m, d[q & 1]), acc[i][j][q]);
                     }
                 }
             }
@@ -199,11 +201,11 @@ template <bool HALF, bool W16, int SETS, int M, int NT, int CHUNK, int STAGES> _
 #define KERNEL(W, SETS, M, NT, CHUNK, STAGES, BLOCKS)                                                                    \
     extern "C" __global__ void __launch_bounds__(256 * SETS, BLOCKS) pipe_w16_m##W##_n##NT(                  \
         const __grid_constant__ LinearArgs a) {                                                                       \
-        pipe<(PIPE == 2), true, SETS, M, NT, CHUNK, STAGES>(a);                                                       \
+        pipe<SCALES, true, SETS, M, NT, CHUNK, STAGES>(a);                                                       \
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(256 * SETS, BLOCKS) pipe_w8_m##W##_n##NT(                   \
         const __grid_constant__ LinearArgs a) {                                                                       \
-        pipe<(PIPE == 2), false, SETS, M, NT, CHUNK, STAGES>(a);                                                      \
+        pipe<SCALES, false, SETS, M, NT, CHUNK, STAGES>(a);                                                      \
     }
 KERNEL(1, 1, 1, 1, 16, 4, 3)
 KERNEL(2, 1, 2, 1, 16, 4, 2)

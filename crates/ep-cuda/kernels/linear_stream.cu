@@ -25,8 +25,8 @@ __device__ __forceinline__ void ask_ahead(const u8* from, u32 bytes) {
 #endif
 }
 
-// Makes shared pieces [piece][block] and steps [block] {d, -8 * sum} of token row `row`.
-template <bool W16> __device__ __forceinline__ void stage_row(const Activation& x, u32 row, int4* pieces, int2* steps) {
+// Makes shared pieces [piece][block] and steps [block] {d, staged_sum} of token row `row`.
+template <class S, bool W16> __device__ __forceinline__ void stage_row(const Activation& x, u32 row, int4* pieces, int2* steps) {
     const u32 PIECES = W16 ? 4 : 2, kb = x.cols / 32;
     const int4* codes = (const int4*)x.codes + (size_t)row * PIECES;
     const size_t block = (size_t)x.ld * PIECES;
@@ -45,14 +45,14 @@ template <bool W16> __device__ __forceinline__ void stage_row(const Activation& 
     }
     for (u32 k = threadIdx.x; k < kb; k += blockDim.x) {
         int2 s = __ldcg(x.steps + (size_t)k * x.ld + row);
-        s.y *= -8;
+        s.y = staged_sum<S>(s.y);
         steps[k] = s;
     }
 }
 
-template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void stream(const LinearArgs& a) {
+template <class S, bool W16, int RPT, int D> __device__ __forceinline__ void stream(const LinearArgs& a) {
     extern __shared__ __align__(16) u8 shared[];
-    const u32 PIECES = W16 ? 4 : 2, SCALE = HALF ? 2 : 4, PER_ROW = SCALE;  // 16-byte pieces of 16 scales
+    const u32 PIECES = W16 ? 4 : 2, SCALE = S::BYTES, PER_ROW = SCALE;  // 16-byte pieces of 16 scales
     // The ring: D steps of codes, then D / 2 + 1 pairs of steps of scales.
     const u32 SLOT = RPT * 512, PAIR = RPT * 64 * SCALE, PAIRS = D / 2 + 1;
     const u32 kb = a.x.cols / 32, steps_of_row = kb / 8;
@@ -117,7 +117,7 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
         await_all_copies();
         return;
     }
-    stage_row<W16>(a.x, row, pieces, steps);
+    stage_row<S, W16>(a.x, row, pieces, steps);
     __syncthreads();
 
     u32 slot = 0, pair = 0;
@@ -128,13 +128,13 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
         for (int r = 0; r < RPT; r++) acc[r] = 0.0f;
         const int4* px = pieces + klane;
         const int2* ps = steps + klane;
-#pragma unroll 2
+#pragma unroll(S::MIN && W16 && RPT > 1 ? 1 : 2)  // more does not fit the registers
         for (u32 step = 0; step < steps_of_row; step++, px += 8, ps += 8) {
             await_copies<D - 2>();
             __syncwarp();  // the others' copies are there, and they have left the slot that is filled now
             issue(slot == 0 ? D - 1 : slot - 1);
             const u8* at = ring + slot * SLOT + from_code;
-            const u8* scales = ring + D * SLOT + pair * PAIR + ((step & 1) * 8 + klane) * SCALE;
+            const u8* scales = ring + D * SLOT + pair * PAIR + (step & 1) * 8 * SCALE;
             if (step & 1) pair = pair + 1 == PAIRS ? 0 : pair + 1;
             slot = slot + 1 == D ? 0 : slot + 1;
             int x[PIECES * 4];
@@ -151,8 +151,7 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
             for (int r = 0; r < RPT; r++) {
                 const uint4 c = *(const uint4*)(at + r * 512);
                 const u8* sc = scales + (r * 4 + group) * (16 * SCALE);
-                const float s = HALF ? f16_to_float(*(const u16*)sc) : *(const float*)sc;
-                acc[r] = add_planar<W16>(acc[r], c, a.flip, x, ds, s);
+                acc[r] = add_planar<S, W16>(acc[r], c, a.flip, x, ds, S::read(sc, klane));
             }
         }
         u32 u = unit;
@@ -171,10 +170,10 @@ template <bool HALF, bool W16, int RPT, int D> __device__ __forceinline__ void s
 
 #define KERNEL(RPT, D)                                                                                                \
     extern "C" __global__ void __launch_bounds__(512, 2) stream_w16_p##RPT##_d##D(const __grid_constant__ LinearArgs a) { \
-        stream<(PIPE == 2), true, RPT, D>(a);                                                                         \
+        stream<SCALES, true, RPT, D>(a);                                                                         \
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(512, 2) stream_w8_p##RPT##_d##D(const __grid_constant__ LinearArgs a) {  \
-        stream<(PIPE == 2), false, RPT, D>(a);                                                                        \
+        stream<SCALES, false, RPT, D>(a);                                                                        \
     }
 KERNEL(1, 8)
 KERNEL(1, 12)

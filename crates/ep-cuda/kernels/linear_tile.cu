@@ -7,8 +7,8 @@
 // Weights and activations come through a ring of STAGES stages in shared memory, filled by asynchronous copies. A stage is
 // PERIODS times eight blocks of 32 columns, of which a block of the cluster copies its own lanes.
 //
-// Codes become signed bytes of sixteen times the weight: one shift, two permutations and two logical operations for eight of
-// them, and no zero point is left to correct. The integer results become floats without a conversion: the tensor cores'
+// Codes become bytes of sixteen times the weight, signed where 8 is taken off, unsigned where there is a minimum: one shift, two
+// permutations and two logical operations for eight of them, and no zero point is left to correct. The integer results become floats without a conversion: the tensor cores'
 // accumulator starts at the bits of S = 1.5 * 2^19, a float whose unit is 1/16, so that its bits read as a float are S + dot,
 // exactly. The dots of the high and low bytes are joined as fma(S + high, 256, -257 S) + (S + low); both steps are exact.
 //
@@ -22,20 +22,25 @@
 #define START 0x49400000  // 1.5 * 2^19, whose unit is 1/16
 #define START_FLOAT 786432.0f
 
-__device__ __forceinline__ void mma(int c[4], const u32 a[4], u32 b0, u32 b1, int start) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+template <bool UNSIGNED> __device__ __forceinline__ void mma(int c[4], const u32 a[4], u32 b0, u32 b1, int start) {
+    if (UNSIGNED)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+            : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
+    else
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
+            : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
 }
 
 // SIDE: a block's lanes are neighbours (64 bytes of a weight row in one piece at LANES 4); else it has lanes l and l + 4,
 // whose sums it adds up itself.
-template <bool HALF, bool W16, int LANES, bool SIDE, int RG, int TG, int M, int NT, int PERIODS, int STAGES>
+template <class S, bool W16, int LANES, bool SIDE, int RG, int TG, int M, int NT, int PERIODS, int STAGES>
 __device__ __forceinline__ void tile(const LinearArgs& a) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ u64 arrived[STAGES];
     const int CLUSTER = 8 / LANES, THREADS = LANES * RG * TG * 32, R = RG * M * 16, TOKENS = TG * NT * 8;
-    const int SCALE = HALF ? 2 : 4, PLANES = W16 ? 2 : 1, PAIRS = LANES / 2;
+    const int SCALE = S::BYTES, PLANES = W16 ? 2 : 1, PAIRS = LANES / 2;
     // A period of a stage: codes [row][lane][16], scales [row][8], activation codes [lane][token][high, low][32], their steps
     // [lane][token]. The lanes of a row's codes are permuted to keep the banks apart.
     const int SCALES_AT = LANES * R * 16, X_AT = SCALES_AT + R * 8 * SCALE, STEPS_AT = X_AT + LANES * TOKENS * PLANES * 32;
@@ -138,9 +143,9 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
         for (int j = 0; j < NT; j++)
 #pragma unroll
             for (int q = 0; q < 4; q++) acc[i][j][q] = 0.0f;
-    const u32 sign = (a.flip & 0x80808080u) ^ 0x80808080u;
+    const u32 sign = S::MIN ? 0 : (a.flip & 0x80808080u) ^ 0x80808080u;
     // Where this thread's operands are in a period.
-    const u32 codes_at = place(row_at + g, slot) + t * 4, scales_at = SCALES_AT + ((row_at + g) * 8 + lane_of(slot)) * SCALE;
+    const u32 codes_at = place(row_at + g, slot) + t * 4, scales_at = SCALES_AT + (row_at + g) * 8 * SCALE, klane = lane_of(slot);
     const u32 x_at = X_AT + (slot * TOKENS + token_at + g) * (PLANES * 32) + 8 * t;
     const u32 steps_at = STEPS_AT + (slot * TOKENS + token_at + 2 * t) * 8;
 
@@ -161,7 +166,7 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
             if (PERIODS > 1 && stage * PERIODS + p >= periods) break;
             const u8* from = ring + get + p * PERIOD;
             u32 w[M][4];
-            float scale[M][2];
+            Scale scale[M][2];
 #pragma unroll
             for (int i = 0; i < M; i++)
 #pragma unroll
@@ -169,25 +174,30 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
                     const u32 x = *(const u32*)(from + codes_at + (i * 16 + h * 8) * (LANES * 16)), y = x << 4;
                     w[i][h] = (__byte_perm(y, x, 0x5140) & 0xf0f0f0f0u) ^ sign;
                     w[i][h + 2] = (__byte_perm(y, x, 0x7362) & 0xf0f0f0f0u) ^ sign;
-                    const u8* at = from + scales_at + (i * 16 + h * 8) * 8 * SCALE;
-                    scale[i][h] = HALF ? f16_to_float(*(const u16*)at) : *(const float*)at;
+                    scale[i][h] = S::read(from + scales_at + (i * 16 + h * 8) * 8 * SCALE, klane);
                 }
 #pragma unroll
             for (int j = 0; j < NT; j++) {
                 const uint2 high = *(const uint2*)(from + x_at + j * (PLANES * 256));
                 const uint2 low = W16 ? *(const uint2*)(from + x_at + 32 + j * (PLANES * 256)) : make_uint2(0, 0);
                 const float d[2] = {*(const float*)(from + steps_at + j * 64), *(const float*)(from + steps_at + j * 64 + 8)};
+                float sum[2] = {0.0f, 0.0f};
+                if (S::MIN) {
+                    sum[0] = (float)*(const int*)(from + steps_at + j * 64 + 4);
+                    sum[1] = (float)*(const int*)(from + steps_at + j * 64 + 12);
+                }
 #pragma unroll
                 for (int i = 0; i < M; i++) {
                     int c[4], e[4];
-                    mma(c, w[i], high.x, high.y, START);
-                    if (W16) mma(e, w[i], low.x, low.y, START);
+                    mma<S::MIN>(c, w[i], high.x, high.y, START);
+                    if (W16) mma<S::MIN>(e, w[i], low.x, low.y, START);
 #pragma unroll
                     for (int q = 0; q < 4; q++) {
                         const float high_dot = __int_as_float(c[q]), low_dot = __int_as_float(e[q]);
                         const float v = W16 ? __fadd_rn(__fmaf_rn(high_dot, 256.0f, -257.0f * START_FLOAT), low_dot)
                                             : __fsub_rn(high_dot, START_FLOAT);
-                        acc[i][j][q] = __fmaf_rn(v, __fmul_rn(scale[i][q >> 1], d[q & 1]), acc[i][j][q]);
+                        acc[i][j][q] = __fmaf_rn(v, __fmul_rn(scale[i][q >> 1].s, d[q & 1]), acc[i][j][q]);
+                        if (S::MIN) acc[i][j][q] = __fmaf_rn(sum[q & 1], __fmul_rn(scale[i][q >> 1].m, d[q & 1]), acc[i][j][q]);
                     }
                 }
             }
@@ -227,11 +237,11 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
     static_assert(R == RG * M * 16 && TOKENS == TG * NT * 8, "name");                                                   \
     extern "C" __global__ void __cluster_dims__(8 / LANES, 1, 1) __launch_bounds__(LANES* RG* TG * 32, BLOCKS)           \
         tile_w16_r##R##_t##TOKENS(const __grid_constant__ LinearArgs a) {                                                \
-        tile<(PIPE == 2), true, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                        \
+        tile<SCALES, true, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                        \
     }                                                                                                                 \
     extern "C" __global__ void __cluster_dims__(8 / LANES, 1, 1) __launch_bounds__(LANES* RG* TG * 32, BLOCKS)           \
         tile_w8_r##R##_t##TOKENS(const __grid_constant__ LinearArgs a) {                                                 \
-        tile<(PIPE == 2), false, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                       \
+        tile<SCALES, false, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                       \
     }
 KERNEL(128, 64, 4, false, 2, 1, 4, 8, 1, 6, 1)
 KERNEL(128, 32, 2, true, 4, 1, 2, 4, 1, 5, 2)

@@ -18,21 +18,26 @@
 
 // d = a * b, or d + a * b if ADD: a 64 x 32 in the registers of a warpgroup, b 32 x 32 in shared memory by its descriptor. A group of
 // its own.
-template <bool ADD> __device__ __forceinline__ void wgmma(int d[16], const u32 a[4], u64 b) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\nwgmma.fence.sync.aligned;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, add;\n"
-        "wgmma.commit_group.sync.aligned;\n}"
-        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0)
-        : "memory");
+template <bool UNSIGNED, bool ADD> __device__ __forceinline__ void wgmma(int d[16], const u32 a[4], u64 b) {
+#define WGMMA(TYPE)                                                                                                         \
+    asm volatile(                                                                                                         \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\nwgmma.fence.sync.aligned;\n"                                       \
+        "wgmma.mma_async.sync.aligned.m64n32k32.s32." TYPE ".s8 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, add;\n" \
+        "wgmma.commit_group.sync.aligned;\n}"                                                                             \
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]) \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ADD ? 1 : 0)                                              \
+        : "memory")
+    if (UNSIGNED)
+        WGMMA("u8");
+    else
+        WGMMA("s8");
 }
 // Waits for all groups but the last LEFT; `d` is what the first of them made.
 template <int LEFT> __device__ __forceinline__ void wgmma_wait(int d[16]) {
     asm volatile("wgmma.wait_group.sync.aligned %16;" : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]) : "n"(LEFT) : "memory");
 }
 
-template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(const LinearArgs& a) {
+template <class S, bool W16, int STAGES> __device__ __forceinline__ void wide(const LinearArgs& a) {
     extern __shared__ __align__(1024) u8 ring[];
     // Of each stage of the ring: all copies have arrived. Every thread says so for its own copies, one stage early: at stage n for n + 1.
     // Whoever is at stage n has heard from all at n - 1, so all have left n - 2, whose place the copies of n + AHEAD take; no thread waits
@@ -41,11 +46,12 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
     __shared__ u64 full[STAGES];
     const int AHEAD = STAGES - 2, LANES = 4, CLUSTER = 2, PAIRS = 2, THREADS = 512, M = 2, NT = 8, R = M * 64, TOKENS = NT * 8;
     const bool SIDE = false;
-    const int SCALE = HALF ? 2 : 4, ROW = W16 ? 64 : 32;  // bytes of a token row in a block of columns
+    const int SCALE = S::BYTES, ROW = W16 ? 64 : 32;  // bytes of a token row in a block of columns
     // A stage, eight blocks of 32 columns: activation codes [lane][token][ROW], codes [row][lane][16], scales [row][8], steps
-    // [lane][token].
+    // [lane][token], where there is a minimum sums of codes [lane][token].
     const int CODES_AT = LANES * TOKENS * ROW, SCALES_AT = CODES_AT + LANES * R * 16, STEPS_AT = SCALES_AT + R * 8 * SCALE;
-    const int STAGE = (STEPS_AT + LANES * TOKENS * 4 + 1023) / 1024 * 1024, RING = STAGES * STAGE;
+    const int SUMS_AT = STEPS_AT + LANES * TOKENS * 4;
+    const int STAGE = (SUMS_AT + (S::MIN ? LANES * TOKENS * 4 : 0) + 1023) / 1024 * 1024, RING = STAGES * STAGE;
     const u32 rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER * TOKENS;
     const u32 tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const u32 slot = tid / 128, row_at = tid / 32 % 4 * 16, token_at = 0;
@@ -101,6 +107,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
         if (i < stages) {
             copy_x(i * STAGE, x_from + i * x_step);
             if (has_step) copy4(more_to + i * STAGE, more_from + i * more_step);
+            if (S::MIN && has_step) copy4(more_to + (SUMS_AT - STEPS_AT) + i * STAGE, more_from + 4 + i * more_step);
         }
         commit_copies();
     }
@@ -120,7 +127,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
             for (int q = 0; q < 4; q++) acc[i][j][q] = 0.0f;
     const u32 flip = (a.flip & 0x0f0f0f0fu) ^ 0x80808080u;
     const u32 codes_at = CODES_AT + place((row_at + g) * 4 + slot, 3) + t * 2;
-    const u32 scales_at = SCALES_AT + ((row_at + g) * 8 + lane_of(slot)) * SCALE, steps_at = STEPS_AT + (slot * TOKENS + 2 * t) * 4;
+    const u32 scales_at = SCALES_AT + (row_at + g) * 8 * SCALE, klane = lane_of(slot), steps_at = STEPS_AT + (slot * TOKENS + 2 * t) * 4;
     // Descriptor: the address and the distance of groups of eight rows in units of 16 bytes, the permutation. The same in all
     // threads of a warp, which the compiler doesn't see by itself.
     const u32 x_at = 1u << 16 | __shfl_sync(FULL, base + slot * TOKENS * ROW, 0) >> 4;
@@ -138,6 +145,7 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
             copy_x(put, x_from);
             if (has_scale) copy16(more_to + put, more_from);
             if (has_step) copy4(more_to + put, more_from);
+            if (S::MIN && has_step) copy4(more_to + (SUMS_AT - STEPS_AT) + put, more_from + 4);
             codes_from += 128;
             x_from += x_step;
             more_from += more_step;
@@ -147,17 +155,20 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
         const u8* from = ring + get;
         const u32 x = x_at + (get >> 4);
         // 64 weight rows, in registers as the instruction wants them.
-        auto decode = [&](int i, u32 w[4], float scale[2]) {
+        auto decode = [&](int i, u32 w[4], Scale scale[2]) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 // Elements 4 t to 4 t + 3 and 16 more: four nibbles each.
                 const u8* at = from + codes_at + (i * 64 + h * 8) * 64;
                 const u32 y = *(const u16*)at | (u32) * (const u16*)(at + 8) << 16, z = y >> 4;
-                // The code in a byte, its top bit set; less eight; then the top bit is the sign.
-                w[h] = (((__byte_perm(y, z, 0x5140) & 0x0f0f0f0fu) ^ flip) - 0x08080808u) ^ 0x80808080u;
-                w[h + 2] = (((__byte_perm(y, z, 0x7362) & 0x0f0f0f0fu) ^ flip) - 0x08080808u) ^ 0x80808080u;
-                const u8* f = from + scales_at + (i * 64 + h * 8) * 8 * SCALE;
-                scale[h] = HALF ? f16_to_float(*(const u16*)f) : *(const float*)f;
+                w[h] = __byte_perm(y, z, 0x5140) & 0x0f0f0f0fu;
+                w[h + 2] = __byte_perm(y, z, 0x7362) & 0x0f0f0f0fu;
+                if (!S::MIN) {
+                    // The code in a byte, its top bit set; less eight; then the top bit is the sign.
+                    w[h] = ((w[h] ^ flip) - 0x08080808u) ^ 0x80808080u;
+                    w[h + 2] = ((w[h + 2] ^ flip) - 0x08080808u) ^ 0x80808080u;
+                }
+                scale[h] = S::read(from + scales_at + (i * 64 + h * 8) * 8 * SCALE, klane);
             }
         };
         // The high bytes' dots make way for the low bytes'.
@@ -165,43 +176,54 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
 #pragma unroll
             for (int e = 0; e < 16; e++) d[e] <<= 8;
         };
-        auto add = [&](int i, int half, const int d[16], const float scale[2]) {
+        auto add = [&](int i, int half, const int d[16], const Scale scale[2]) {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 float step[2];  // of two token rows
                 asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                              : "=f"(step[0]), "=f"(step[1])
                              : "r"(base + get + steps_at + (half * 4 + j) * 32));
+                float sum[2] = {0.0f, 0.0f};
+                if (S::MIN) {
+                    int codes[2];
+                    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                                 : "=r"(codes[0]), "=r"(codes[1])
+                                 : "r"(base + get + (SUMS_AT - STEPS_AT) + steps_at + (half * 4 + j) * 32));
+                    sum[0] = (float)codes[0];
+                    sum[1] = (float)codes[1];
+                }
 #pragma unroll
-                for (int q = 0; q < 4; q++)
-                    acc[i][half * 4 + j][q] =
-                        __fmaf_rn((float)d[j * 4 + q], __fmul_rn(scale[q >> 1], step[q & 1]), acc[i][half * 4 + j][q]);
+                for (int q = 0; q < 4; q++) {
+                    float& to = acc[i][half * 4 + j][q];
+                    to = __fmaf_rn((float)d[j * 4 + q], __fmul_rn(scale[q >> 1].s, step[q & 1]), to);
+                    if (S::MIN) to = __fmaf_rn(sum[q & 1], __fmul_rn(scale[q >> 1].m, step[q & 1]), to);
+                }
             }
         };
         const u32 HALF_AT = TOKENS / 2 * ROW / 16;
         int d[2][16];
         u32 w[M][4];
-        float scale[M][2];
+        Scale scale[M][2];
         decode(0, w[0], scale[0]);
-        wgmma<false>(d[0], w[0], descriptor(x));
-        wgmma<false>(d[1], w[0], descriptor(x + HALF_AT));
+        wgmma<S::MIN, false>(d[0], w[0], descriptor(x));
+        wgmma<S::MIN, false>(d[1], w[0], descriptor(x + HALF_AT));
 #pragma unroll
         for (int i = 0; i < M; i++) {
             if (W16) {
                 wgmma_wait<1>(d[0]);
                 shift(d[0]);
-                wgmma<true>(d[0], w[i], descriptor(x + 2));
+                wgmma<S::MIN, true>(d[0], w[i], descriptor(x + 2));
                 wgmma_wait<1>(d[1]);
                 shift(d[1]);
-                wgmma<true>(d[1], w[i], descriptor(x + HALF_AT + 2));
+                wgmma<S::MIN, true>(d[1], w[i], descriptor(x + HALF_AT + 2));
             }
             if (i + 1 < M) decode(i + 1, w[i + 1], scale[i + 1]);
             wgmma_wait<1>(d[0]);
             add(i, 0, d[0], scale[i]);
-            if (i + 1 < M) wgmma<false>(d[0], w[i + 1], descriptor(x));
+            if (i + 1 < M) wgmma<S::MIN, false>(d[0], w[i + 1], descriptor(x));
             if (i + 1 < M) wgmma_wait<1>(d[1]); else wgmma_wait<0>(d[1]);
             add(i, 1, d[1], scale[i]);
-            if (i + 1 < M) wgmma<false>(d[1], w[i + 1], descriptor(x + HALF_AT));
+            if (i + 1 < M) wgmma<S::MIN, false>(d[1], w[i + 1], descriptor(x + HALF_AT));
         }
         get += STAGE;
         if (++at == STAGES) {
@@ -236,10 +258,10 @@ template <bool HALF, bool W16, int STAGES> __device__ __forceinline__ void wide(
 
 #define KERNEL(STAGES)                                                                                                    \
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1) wide_w16(const __grid_constant__ LinearArgs a) { \
-        wide<(PIPE == 2), true, STAGES>(a);                                                                              \
+        wide<SCALES, true, STAGES>(a);                                                                              \
     }                                                                                                                 \
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1) wide_w8(const __grid_constant__ LinearArgs a) {  \
-        wide<(PIPE == 2), false, STAGES>(a);                                                                             \
+        wide<SCALES, false, STAGES>(a);                                                                             \
     }
 KERNEL(6)
 

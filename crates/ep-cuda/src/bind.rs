@@ -120,7 +120,11 @@ pub const fn leading_rows(rows: usize) -> usize {
 
 /// `(group_shift, flip, scale_half)` of a format, as the kernels take them.
 pub fn format_constants(format: Format) -> (u32, u32, u32) {
-    let Format::Nbits(n) = format else { return (0, 0, 0) };
+    let n = match format {
+        Format::Nbits(n) => n,
+        Format::Planes(_) => return (5, 0, 0),
+        _ => return (0, 0, 0),
+    };
     let twos = n.zero == ZeroPoint::TwosComplement;
     // 4-bit codes become unsigned, 8-bit codes signed.
     let flip = match (n.bits, twos) {

@@ -10,6 +10,7 @@ use crate::context::Context;
 use crate::driver::{CudaError, check};
 use crate::events::Event;
 use crate::host_memory::PinnedBuffer;
+use crate::host_weights::HostRows;
 use crate::stream::Stream;
 
 /// Bytes of one buffer of the pool.
@@ -72,27 +73,38 @@ impl BouncePool {
         Ok(())
     }
 
-    /// Queues a copy of `bytes` to `to` on `stream`, by way of the pool.
+    /// Queues a copy of `rows` to `to` on `stream`, by way of the pool.
     ///
     /// # Errors
-    /// The driver's.
-    pub fn copy(&mut self, context: &Arc<Context>, stream: &Stream, bytes: &[u8], to: u64) -> Result<(), CudaError> {
-        self.take(context)?;
-        for (i, part) in bytes.chunks(BOUNCE_BYTES).enumerate() {
+    /// The driver's; rows that can't be laid out, or of which one is longer than a buffer.
+    pub fn copy(
+        &mut self,
+        context: &Arc<Context>,
+        stream: &Stream,
+        rows: &HostRows<'_>,
+        to: u64,
+    ) -> Result<(), String> {
+        self.take(context).map_err(|e| e.to_string())?;
+        let step = rows.step(BOUNCE_BYTES);
+        if step > BOUNCE_BYTES {
+            return Err(format!("a row of {step} bytes; {BOUNCE_BYTES} at most are laid out anew"));
+        }
+        for from in (0..rows.len).step_by(step) {
+            let bytes = step.min(rows.len - from);
             let Some(slot) = self.buffers.get_mut(self.next) else { break };
             self.next = (self.next + 1) % BOUNCE_BUFFERS;
             let copied = match slot.copied.take() {
                 Some(event) => event,
-                None => Event::ordering(context)?,
+                None => Event::ordering(context).map_err(|e| e.to_string())?,
             };
             let copied = slot.copied.insert(copied);
             if slot.busy {
-                copied.wait()?;
+                copied.wait().map_err(|e| e.to_string())?;
             }
-            slot.buffer.bytes_mut()[..part.len()].copy_from_slice(part);
+            rows.write(from, &mut slot.buffer.bytes_mut()[..bytes])?;
             // SAFETY: the buffer isn't written again before `copied` has happened; the caller has checked the target.
-            unsafe { stream.copy_in(to + (i * BOUNCE_BYTES) as u64, slot.buffer.as_ptr(), part.len()) }?;
-            stream.record(copied)?;
+            let queued = unsafe { stream.copy_in(to + from as u64, slot.buffer.as_ptr(), bytes) };
+            queued.and_then(|()| stream.record(copied)).map_err(|e| e.to_string())?;
             slot.busy = true;
         }
         Ok(())

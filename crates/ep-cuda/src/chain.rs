@@ -11,10 +11,11 @@ use headrace_model::ModelSpec;
 use headrace_model::spec::TensorId;
 use headrace_numerics::attention::CHUNK;
 use headrace_numerics::elementwise::KvDtype;
-use headrace_numerics::format::{Format, Nbits, ScaleType, ZeroPoint};
+use headrace_numerics::format::{Format, Planes, ScaleType};
 use headrace_provider::Place;
 
 use crate::abi::{AttentionArgs, BLOCK};
+use crate::launch::is_piped;
 use crate::plan::{Action, ActivationTask, CapturePlan, LinearTask, Source, Task};
 
 mod lists;
@@ -59,15 +60,12 @@ pub struct Area {
     pub table: usize,
 }
 
-/// The planar 4-bit formats with a scale for every 32 columns and no zero points, whatever their codes' sign.
-fn is_served(format: Format) -> bool {
-    matches!(format, Format::Nbits(Nbits { bits: 4, block: 32, zero, .. }) if zero != ZeroPoint::PerBlock)
-}
-
-fn scale_of(format: Format) -> Option<ScaleType> {
+/// What of a format the kernel is compiled for, whatever its codes' sign.
+fn kind_of(format: Format) -> (Option<ScaleType>, Option<Planes>) {
     match format {
-        Format::Nbits(n) => Some(n.scale),
-        _ => None,
+        Format::Nbits(n) => (Some(n.scale), None),
+        Format::Planes(p) => (None, Some(p)),
+        _ => (None, None),
     }
 }
 
@@ -92,7 +90,7 @@ impl Finder<'_> {
         let own = tensor(task.parts.first()?.segment.tensor)?;
         let steps = own.cols / (8 * BLOCK);
         let fits = steps > 0 && own.cols.is_multiple_of(8 * BLOCK);
-        let alike = |f: Format| is_served(f) && format.is_none_or(|g| scale_of(f) == scale_of(g));
+        let alike = |f: Format| is_piped(f) && format.is_none_or(|g| kind_of(f) == kind_of(g));
         let resident = task.parts.iter().all(|p| {
             matches!(p.segment.place, Place::Resident { .. })
                 && p.segment.rows > 0

@@ -1,16 +1,72 @@
-//! Where the host's copy of each weight is: the file's own mapping, or a row-major copy of what the file holds
-//! column-major.
+//! Where the host's copy of each weight is: the file's own mapping, or a row-major copy of what the file holds column-major; and how
+//! rows of blocks become planes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use headrace_model::ModelSpec;
+use headrace_model::arrange::arrange_rows;
 use headrace_model::spec::{RopeTables, TensorId};
 use headrace_numerics::block::dequantise_row;
 use headrace_numerics::format::{Format, WeightView};
 use headrace_numerics::rope::{scaled_inv_freqs, table_row};
+use rayon::iter::{IndexedParallelIterator, ParallelIterator};
+use rayon::slice::{ParallelSlice, ParallelSliceMut};
 
 use crate::plan::needs_transposing;
+
+/// Bytes of one part of a plane that one thread lays out.
+const PART: usize = 256 << 10;
+
+/// Rows of one plane on the host.
+#[derive(Clone, Copy, Debug)]
+pub struct HostRows<'a> {
+    /// The bytes as the host has them: of the plane, or of whole rows in the file's own format.
+    bytes: &'a [u8],
+    /// The file whose mapping holds them, if it holds them as the device wants them.
+    pub file: Option<usize>,
+    /// The format of `bytes` where rows are laid out anew; the plane and the bytes of one of its rows.
+    anew: Option<(Format, usize, usize)>,
+    /// Bytes of the plane's rows on the device.
+    pub len: usize,
+}
+
+impl<'a> HostRows<'a> {
+    /// The bytes, if the host has them as the device wants them.
+    pub fn as_they_are(&self) -> Option<&'a [u8]> {
+        self.anew.is_none().then_some(self.bytes)
+    }
+
+    /// Rows that may be made apart from each other, as bytes on the device: whole rows, `most` bytes at most or one row.
+    pub fn step(&self, most: usize) -> usize {
+        match self.anew {
+            Some((_, _, row)) => (most / row.max(1)).max(1) * row.max(1),
+            None => most,
+        }
+    }
+
+    /// Writes the bytes from `from` on, which is a multiple of [`HostRows::step`], as the device wants them. Works in all threads.
+    ///
+    /// # Errors
+    /// If the rows can't be laid out.
+    pub fn write(&self, from: usize, to: &mut [u8]) -> Result<(), String> {
+        let Some((stored, plane, row)) = self.anew else {
+            let bytes = self.bytes.get(from..).and_then(|b| b.get(..to.len())).ok_or("rows that aren't there")?;
+            to.copy_from_slice(bytes);
+            return Ok(());
+        };
+        let (row, rows) = (row.max(1), self.len / row.max(1));
+        let size = self.bytes.len() / rows.max(1);
+        let source = self.bytes.get(from / row * size..).and_then(|b| b.get(..to.len() / row * size));
+        let source = source.ok_or("rows that aren't there")?;
+        let part = (PART / row).max(1);
+        let parts = to.par_chunks_mut(part * row).zip(source.par_chunks((part * size).max(1)));
+        match parts.map(|(to, from)| arrange_rows(stored, plane, from, to)).all(|done| done) {
+            true => Ok(()),
+            false => Err(format!("{} can't be laid out in planes", stored.name())),
+        }
+    }
+}
 
 /// The host's bytes of a model.
 #[derive(Debug)]
@@ -42,15 +98,31 @@ impl HostWeights {
         self.transposed.values().map(|v| v.len() as u64).sum()
     }
 
-    /// The bytes of `rows` rows from `row` on in one plane, and the file whose mapping holds them; no file for a copy.
-    pub fn rows(&self, id: TensorId, plane: usize, row: usize, rows: usize) -> Result<(&[u8], Option<usize>), String> {
+    /// Bytes of weights that the device keeps in another layout than the file's.
+    pub fn repacked_bytes(&self) -> u64 {
+        let anew = self.model.tensors.iter().filter(|t| t.stored.is_some());
+        self.transposed_bytes() + anew.map(|t| t.bytes() as u64).sum::<u64>()
+    }
+
+    /// `rows` rows from `row` on in one plane.
+    pub fn rows(&self, id: TensorId, plane: usize, row: usize, rows: usize) -> Result<HostRows<'_>, String> {
         let tensor = self.model.tensors.get(id.0).ok_or_else(|| format!("the model has no tensor {}", id.0))?;
-        let size = tensor.format.row_bytes(plane, tensor.cols);
+        let wanted = tensor.format.row_bytes(plane, tensor.cols);
+        let (size, from_plane) = match tensor.stored {
+            Some(stored) => (stored.row_bytes(0, tensor.cols), 0),
+            None => (wanted, plane),
+        };
         let from = row.checked_mul(size);
         let to = row.checked_add(rows).and_then(|end| end.checked_mul(size));
-        let (bytes, file) = self.plane(id, plane)?;
+        let (bytes, file) = self.plane(id, from_plane)?;
         let part = from.zip(to).and_then(|(from, to)| bytes.get(from..to));
-        Ok((part.ok_or_else(|| format!("{}: rows {row} + {rows} are not there", tensor.name))?, file))
+        let bytes = part.ok_or_else(|| format!("{}: rows {row} + {rows} are not there", tensor.name))?;
+        Ok(HostRows {
+            bytes,
+            file: file.filter(|_| tensor.stored.is_none()),
+            anew: tensor.stored.map(|stored| (stored, plane, wanted)),
+            len: wanted.saturating_mul(rows),
+        })
     }
 
     fn plane(&self, id: TensorId, plane: usize) -> Result<(&[u8], Option<usize>), String> {

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
+use headrace_numerics::format::Format;
 use headrace_provider::{
     DeviceError, DeviceInfo, DeviceReport, HostLedger, LinkCeilings, ProgramId, Provider, RangeKind, Segment,
     StepInput, StepOutput, StepProgram, Ticket,
@@ -26,6 +27,7 @@ use crate::current::Current;
 use crate::descriptor::Serial;
 use crate::graph::{GraphCounters, StepGraph};
 use crate::host_memory::PinnedBuffer;
+use crate::launch;
 use crate::launcher::Launcher;
 use crate::overhead::{Overhead, OverheadMeter};
 use crate::physical::CardMemory;
@@ -177,9 +179,13 @@ impl Provider for CudaProvider {
             granule: self.arena.granule(),
             kernels: self.launcher.name(),
             threads: 0,
-            repacked_bytes: self.attached.as_ref().map_or(0, |a| a.weights.transposed_bytes()),
+            repacked_bytes: self.attached.as_ref().map_or(0, |a| a.weights.repacked_bytes()),
             piece_bytes: PIECE_BYTES,
         }
+    }
+
+    fn wanted_format(&self, format: Format) -> Format {
+        launch::wanted_format(format)
     }
 
     fn attach(&mut self, model: Arc<ModelSpec>, kv: KvGeometry) -> Result<(), DeviceError> {

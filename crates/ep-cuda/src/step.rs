@@ -94,7 +94,8 @@ fn gather(recorded: &mut Recorded, input: &StepInput, weights: &HostWeights) -> 
         let size = tensor.format.row_bytes(plane, tensor.cols);
         for (i, row) in input.rows.iter().enumerate() {
             let Token::Id(token) = row.token else { return Err("a row of an unknown token".to_string()) };
-            let (bytes, _) = weights.rows(table, plane, token as usize, 1)?;
+            let row = weights.rows(table, plane, token as usize, 1)?;
+            let bytes = row.as_they_are().ok_or("an embedding that is laid out anew")?;
             let at = start as usize + i * size;
             let to = recorded.host.bytes_mut().get_mut(at..at + size).ok_or("an embedding row is too long")?;
             to.copy_from_slice(bytes);

@@ -10,9 +10,8 @@ use headrace_provider::{HostUse, Segment};
 
 use crate::bounce::{BOUNCE_BUFFERS, BOUNCE_BYTES, BouncePool, Fill};
 use crate::context::Context;
-use crate::driver::CudaError;
 use crate::host_memory::{PinnedBuffer, Registration};
-use crate::host_weights::HostWeights;
+use crate::host_weights::{HostRows, HostWeights};
 use crate::stream::Stream;
 
 /// Bytes that the widest load of a kernel takes, and has to be aligned to.
@@ -52,6 +51,8 @@ pub struct Uploader {
     pool: BouncePool,
     /// Why the driver wouldn't pin weights, once it wouldn't.
     refused_pins: Option<String>,
+    /// Copies that aren't pinned of rows that are laid out anew, where pinning is refused.
+    plain: HashMap<PieceKey, Vec<u8>>,
     /// Bytes of rows that captured copies read through the pool.
     unpinned: HashMap<PieceKey, u64>,
     counters: UploadCounters,
@@ -84,6 +85,7 @@ impl Uploader {
             pinned: HashMap::new(),
             pool: BouncePool::default(),
             refused_pins: None,
+            plain: HashMap::new(),
             unpinned: HashMap::new(),
             counters: UploadCounters::default(),
             said_gathered: false,
@@ -131,24 +133,26 @@ impl Uploader {
     /// Queues a copy of some rows of a plane to `to` on `stream`. The caller waits for the stream before it reads them.
     pub fn upload(&mut self, stream: &Stream, key: PieceKey, to: u64) -> Result<(), String> {
         let weights = self.weights.clone();
-        let id = TensorId(key.tensor);
-        let (bytes, file) = weights.rows(id, key.plane, key.row, key.rows)?;
-        if bytes.is_empty() {
+        let rows = weights.rows(TensorId(key.tensor), key.plane, key.row, key.rows)?;
+        if rows.len == 0 {
             return Ok(());
         }
-        if file.is_some_and(|file| self.registered(file)) {
+        if let Some(bytes) = rows.as_they_are()
+            && rows.file.is_some_and(|file| self.registered(file))
+        {
             // SAFETY: the bytes are in a registered mapping that outlives the copy; the caller has checked the target.
             unsafe { stream.copy_in(to, bytes.as_ptr(), bytes.len()) }.map_err(|e| e.to_string())?;
             self.counters.registered_bytes += bytes.len() as u64;
             return Ok(());
         }
-        self.bounce(stream, bytes, to)
-    }
-
-    /// Queues a copy of any host bytes through the pinned pool.
-    pub fn bounce(&mut self, stream: &Stream, bytes: &[u8], to: u64) -> Result<(), String> {
-        self.pool.copy(&self.context, stream, bytes, to).map_err(|e| e.to_string())?;
-        self.counters.bounced_bytes += bytes.len() as u64;
+        if let Some(copy) = self.pinned.get(&key) {
+            // Rows that were laid out already.
+            // SAFETY: the copy stays as long as the uploader, which waits for its streams; the caller has checked the target.
+            unsafe { stream.copy_in(to, copy.as_ptr(), rows.len) }.map_err(|e| e.to_string())?;
+            return Ok(());
+        }
+        self.pool.copy(&self.context, stream, &rows, to)?;
+        self.counters.bounced_bytes += rows.len as u64;
         Ok(())
     }
 
@@ -159,7 +163,8 @@ impl Uploader {
         let tensor = weights.model().tensors.get(table.0)?;
         let mut planes = [0; 3];
         for (plane, address) in planes.iter_mut().enumerate().take(tensor.format.planes()) {
-            let (bytes, file) = weights.rows(table, plane, 0, tensor.rows).ok()?;
+            let rows = weights.rows(table, plane, 0, tensor.rows).ok()?;
+            let (bytes, file) = (rows.as_they_are()?, rows.file);
             if bytes.is_empty() {
                 continue;
             }
@@ -187,23 +192,40 @@ impl Uploader {
     /// If not even the pool can be pinned.
     pub fn origin(&mut self, key: PieceKey) -> Result<Origin, String> {
         let weights = self.weights.clone();
-        let (bytes, file) = weights.rows(TensorId(key.tensor), key.plane, key.row, key.rows)?;
-        if bytes.is_empty() || file.is_some_and(|file| self.registered(file)) {
+        let rows = weights.rows(TensorId(key.tensor), key.plane, key.row, key.rows)?;
+        if let Some(bytes) = rows.as_they_are()
+            && (bytes.is_empty() || rows.file.is_some_and(|file| self.registered(file)))
+        {
             return Ok(Origin::Stable(bytes.as_ptr(), bytes.len()));
         }
         if self.refused_pins.is_none() || self.pinned.contains_key(&key) {
-            match self.pin(key, bytes) {
-                Ok(buffer) => return Ok(Origin::Stable(buffer.as_ptr().cast_const(), bytes.len())),
+            match self.pin(key, &rows) {
+                Ok(buffer) => return Ok(Origin::Stable(buffer.as_ptr().cast_const(), rows.len)),
                 Err(error) => {
                     log::warn!(
                         "{error}; what isn't pinned is streamed through {BOUNCE_BUFFERS} buffers of {BOUNCE_BYTES} bytes"
                     );
-                    self.refused_pins = Some(error.to_string());
+                    self.refused_pins = Some(error);
                 }
             }
         }
         self.pool.take(&self.context).map_err(|e| e.to_string())?;
-        self.unpinned.insert(key, bytes.len() as u64);
+        self.unpinned.insert(key, rows.len as u64);
+        let bytes = match rows.as_they_are() {
+            Some(bytes) => bytes,
+            // What the host copies at every replay has to be there in the device's layout.
+            None => {
+                let made = match self.plain.remove(&key) {
+                    Some(bytes) => bytes,
+                    None => {
+                        let mut bytes = vec![0; rows.len];
+                        rows.write(0, &mut bytes)?;
+                        bytes
+                    }
+                };
+                self.plain.entry(key).or_insert(made)
+            }
+        };
         Ok(Origin::Bounced(self.pool.fills(bytes)))
     }
 
@@ -217,17 +239,18 @@ impl Uploader {
         let tensor = weights.model().tensors.get(segment.tensor.0).ok_or("no such tensor")?;
         let mut planes = [0; 3];
         for (plane, address) in planes.iter_mut().enumerate().take(tensor.format.planes()) {
-            let (bytes, file) = weights.rows(segment.tensor, plane, segment.row, segment.rows)?;
-            if bytes.is_empty() {
+            let rows = weights.rows(segment.tensor, plane, segment.row, segment.rows)?;
+            if rows.len == 0 {
                 continue;
             }
-            let registered = file.filter(|&file| self.registered(file));
+            let registered = rows.file.filter(|&file| self.registered(file));
             let known = registered.and_then(|file| self.files.get(&file)).and_then(Option::as_ref);
-            *address = match known.map(|r| r.device(bytes)).filter(|a| a.is_multiple_of(KERNEL_ALIGN)) {
+            let there = known.zip(rows.as_they_are()).map(|(r, bytes)| r.device(bytes));
+            *address = match there.filter(|a| a.is_multiple_of(KERNEL_ALIGN)) {
                 Some(at) => at,
                 None => {
                     let key = PieceKey { tensor: segment.tensor.0, plane, row: segment.row, rows: segment.rows };
-                    let pinned = self.pin(key, bytes).map(|buffer| buffer.device());
+                    let pinned = self.pin(key, &rows).map(|buffer| buffer.device());
                     pinned.map_err(|e| format!("{}: can't be read in place: {e}", tensor.name))?
                 }
             };
@@ -236,13 +259,14 @@ impl Uploader {
     }
 
     /// The pinned copy of some rows, made where there is none.
-    fn pin(&mut self, key: PieceKey, bytes: &[u8]) -> Result<&PinnedBuffer, CudaError> {
+    fn pin(&mut self, key: PieceKey, rows: &HostRows<'_>) -> Result<&PinnedBuffer, String> {
         match self.pinned.entry(key) {
             Entry::Occupied(known) => Ok(known.into_mut()),
             Entry::Vacant(vacant) => {
-                let mut buffer = PinnedBuffer::for_use(&self.context, bytes.len(), HostUse::Copy)?;
-                buffer.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
-                self.counters.pinned_copy_bytes += bytes.len() as u64;
+                let mut buffer =
+                    PinnedBuffer::for_use(&self.context, rows.len, HostUse::Copy).map_err(|e| e.to_string())?;
+                rows.write(0, &mut buffer.bytes_mut()[..rows.len])?;
+                self.counters.pinned_copy_bytes += rows.len as u64;
                 Ok(vacant.insert(buffer))
             }
         }
@@ -255,7 +279,7 @@ impl Uploader {
         said.extend(self.refusals.iter().map(|reason| format!("not registered: {reason}")));
         if copied > 0 {
             said.push(format!(
-                "{copied} bytes of weights have a pinned copy, because their file can't be read in place"
+                "{copied} bytes of weights have a pinned copy, because the device doesn't read them from their file in place"
             ));
         }
         if let Some(reason) = &self.refused_pins {

@@ -22,6 +22,7 @@ mod rows;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use device::Gpu;
+use headrace_ep_cuda::launch::wanted_format;
 use headrace_numerics::format::Format;
 
 type Test = (&'static str, fn(&Gpu));
@@ -48,7 +49,7 @@ const TESTS: &[Test] = &[
 /// The weight formats whose kernels a run needs: compiling all of them for the device takes a while.
 fn formats(filter: &str) -> Vec<Format> {
     match filter {
-        "bench" => vec![bench::FORMAT],
+        "bench" => bench::named_formats().unwrap_or_else(|| vec![wanted_format(bench::FORMATS[0].1)]),
         "linear_tiles" => linear::tiled_formats(),
         _ if filter.starts_with("attention") => Vec::new(),
         _ => device::formats(),

@@ -2,6 +2,7 @@
 //!
 //! Weights stay where they are, in read-only mappings; a tensor is a format, a shape and the extents it references.
 
+pub mod arrange;
 pub mod chat;
 pub mod error;
 pub mod file;

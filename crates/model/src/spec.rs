@@ -26,15 +26,18 @@ pub enum Layout {
 pub struct Tensor {
     /// Name in the file.
     pub name: String,
-    /// Storage format.
+    /// Storage format, as devices keep the rows.
     pub format: Format,
+    /// Format of the bytes in the file where it isn't `format`: rows are laid out anew when they are loaded
+    /// ([`crate::arrange`]).
+    pub stored: Option<Format>,
     /// Outputs.
     pub rows: usize,
     /// Inputs, the reduction axis.
     pub cols: usize,
     /// Direction in the file.
     pub layout: Layout,
-    /// The extents referenced, one a plane of the format, each exactly as long as the shape needs.
+    /// The extents referenced, one a plane of the format in the file, each exactly as long as the shape needs.
     pub planes: [Option<Extent>; MAX_PLANES],
 }
 
@@ -183,10 +186,10 @@ impl ModelSpec {
         &self.files[e.file].bytes[e.offset..e.offset + e.len]
     }
 
-    /// A row-major tensor as a matrix in the file's mapping; `None` for a column-major one.
+    /// A row-major tensor as a matrix in the file's mapping; `None` for a column-major one, or one whose rows are laid out anew.
     pub fn view(&self, id: TensorId) -> Option<WeightView<'_>> {
         let t = self.tensor(id);
-        if t.layout == Layout::ColMajor {
+        if t.layout == Layout::ColMajor || t.stored.is_some() {
             return None;
         }
         let planes = t.planes.map(|p| p.map_or(&[][..], |e| self.extent(e)));

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::format::{BLOCK, Format, Nbits, ScaleType, WeightView, ZeroPoint};
+use crate::format::{BLOCK, Format, Nbits, Planes, ScaleType, WeightView, ZeroPoint};
 
 /// A 32-wide block of a quantised weight row, in the terms of the contract:
 /// `w[i] = scale[i / 16] * codes[i] + min`.
@@ -117,6 +117,24 @@ pub fn weight_block(w: &WeightView<'_>, row: usize, b: usize) -> WeightBlock {
             ([sc(0), sc(1)], true)
         }
         Format::Nbits(n) => return nbits_block(w, n, row, b),
+        Format::Planes(p) => {
+            for (i, code) in codes.iter_mut().enumerate() {
+                *code = nibble(bytes, b * BLOCK + i);
+            }
+            let scales = w.row(1, row);
+            match p {
+                Planes::Q4_1 => {
+                    min = Some(f16_at(scales, b * 4 + 2));
+                    (plain(f16_at(scales, b * 4)), false)
+                }
+                Planes::Q4_K => {
+                    let sup = &scales[b / 8 * 16..b / 8 * 16 + 16];
+                    let (packed, m_high) = (sup[4 + b % 8], nibble(&sup[12..], b % 8) as u8);
+                    min = Some(-(f16_at(sup, 2) * f32::from(packed >> 6 | m_high << 2)));
+                    (plain(f16_at(sup, 0) * f32::from(packed & 63)), false)
+                }
+            }
+        }
         Format::F32 | Format::F16 | Format::BF16 => {
             unreachable!("weight_block is for quantised formats")
         }

@@ -55,6 +55,22 @@ pub struct Nbits {
     pub zero: ZeroPoint,
 }
 
+/// A GGUF format whose blocks are laid out in planes: codes in plane 0, scales in plane 1. The codes, the scales and the
+/// arithmetic are those of the format of the same name; the bytes have another order, in which a GPU copies whole lines and a
+/// thread needs no shifts by odd addresses. Files don't hold these formats: a device that wants them lays rows out anew.
+///
+/// Plane 0 is `[rows, cols / 32, 16]` bytes: nibble `i` of a block is element `i`, low nibble first, as in [`Nbits`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(non_camel_case_types)]
+pub enum Planes {
+    /// [`Format::Q4_1`]. Plane 1 is `[rows, cols / 32]` pairs of binary16: scale, minimum.
+    Q4_1,
+    /// [`Format::Q4_K`]. Plane 1 is `[rows, cols / 256, 16]` bytes: `d` and `dmin` as binary16; then a byte for each of the eight
+    /// blocks, the scale in the six low bits and the two low bits of the minimum above; then a nibble for each block, low nibble
+    /// first, the four high bits of the minimum.
+    Q4_K,
+}
+
 /// How the elements of a weight matrix are stored. Rows are outputs, columns are inputs (the reduction axis).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types)]
@@ -83,6 +99,8 @@ pub enum Format {
     Q6_K,
     /// Planar integer codes, scales and zero points (ONNX).
     Nbits(Nbits),
+    /// A GGUF format in planes.
+    Planes(Planes),
 }
 
 impl Format {
@@ -98,6 +116,7 @@ impl Format {
                 ZeroPoint::PerBlock => 3,
                 _ => 2,
             },
+            Format::Planes(_) => 2,
             _ => 1,
         }
     }
@@ -106,7 +125,7 @@ impl Format {
     pub const fn col_multiple(self) -> usize {
         match self {
             Format::F32 | Format::F16 | Format::BF16 | Format::Nbits(_) => 1,
-            Format::Q4_K | Format::Q5_K | Format::Q6_K => 256,
+            Format::Q4_K | Format::Q5_K | Format::Q6_K | Format::Planes(Planes::Q4_K) => 256,
             _ => 32,
         }
     }
@@ -129,6 +148,11 @@ impl Format {
             Format::Q4_K => (cols / 256).saturating_mul(144),
             Format::Q5_K => (cols / 256).saturating_mul(176),
             Format::Q6_K => (cols / 256).saturating_mul(210),
+            Format::Planes(p) => match (plane, p) {
+                (0, _) => (cols / 32).saturating_mul(16),
+                (_, Planes::Q4_1) => (cols / 32).saturating_mul(4),
+                (_, Planes::Q4_K) => (cols / 256).saturating_mul(16),
+            },
             Format::Nbits(n) => {
                 let blocks = cols.div_ceil(n.block as usize);
                 match plane {
@@ -159,6 +183,7 @@ impl Format {
                 };
                 format!("int{}/{} {scale}{zero}", n.bits, n.block)
             }
+            Format::Planes(p) => format!("{p:?} in planes"),
             other => format!("{other:?}"),
         }
     }

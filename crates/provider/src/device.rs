@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
+use headrace_numerics::format::Format;
 
 use crate::host::HostLedger;
 use crate::program::{Segment, StepProgram};
@@ -70,7 +71,8 @@ pub struct DeviceInfo {
     pub kernels: String,
     /// Threads that compute; 0 where that means nothing.
     pub threads: usize,
-    /// Bytes of tensors that the provider laid out anew when it took the model: column-major ones.
+    /// Bytes of weights that the device keeps in another layout than the file's: column-major matrices transposed, blocks of
+    /// GGUF files in planes.
     pub repacked_bytes: u64,
     /// How large the pieces of weights that are placed and copied as one should be, in bytes, unless somebody asks for
     /// another size; 0 on a device that reads weights where they are.
@@ -92,6 +94,13 @@ const NO_LINK: &str = "this device has no link that could be measured";
 pub trait Provider: Send {
     /// What it is.
     fn info(&self) -> DeviceInfo;
+
+    /// The format in which the device wants the matrices of linear layers that a file has in `format`: the same, or the one of the
+    /// same values in planes ([`headrace_model::arrange::in_planes`]). The model that [`Provider::attach`] takes has been
+    /// arranged so.
+    fn wanted_format(&self, format: Format) -> Format {
+        format
+    }
 
     /// Takes the model. Called once, before anything else.
     fn attach(&mut self, model: Arc<ModelSpec>, kv: KvGeometry) -> Result<(), DeviceError>;

@@ -108,7 +108,7 @@ impl Builder {
         }
         let dense = !format.is_quantised() && rows > 1;
         let layout = if self.col_major && dense { Layout::ColMajor } else { Layout::RowMajor };
-        self.tensors.push(Tensor { name, format, rows, cols, layout, planes: extents });
+        self.tensors.push(Tensor { name, format, stored: None, rows, cols, layout, planes: extents });
         TensorId(self.tensors.len() - 1)
     }
 

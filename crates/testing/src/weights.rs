@@ -1,7 +1,7 @@
 //! Random matrices in any storage format, with scales of a sensible size.
 
 use half::{bf16, f16};
-use headrace_numerics::format::{Format, MAX_PLANES, ScaleType};
+use headrace_numerics::format::{Format, MAX_PLANES, Planes, ScaleType};
 use rand::Rng;
 
 /// The planes of a random `[rows, cols]` matrix whose elements are about `amplitude` at most. `cols` fits the format.
@@ -48,6 +48,14 @@ pub fn random_matrix(
                 }
             }
         }
+        Format::Planes(Planes::Q4_1) => planes[1].chunks_exact_mut(4).for_each(|block| {
+            put_f16(block, 0, amplitude * rng.random_range(0.2..1.0) / 8.0);
+            put_f16(block, 2, -amplitude * rng.random_range(0.2..1.0));
+        }),
+        Format::Planes(Planes::Q4_K) => planes[1].chunks_exact_mut(16).for_each(|block| {
+            put_f16(block, 0, amplitude * rng.random_range(0.2..1.0) / (63.0 * 8.0));
+            put_f16(block, 2, amplitude * rng.random_range(0.2..1.0) / 63.0);
+        }),
         Format::F32 => {
             planes[0].chunks_exact_mut(4).for_each(|c| c.copy_from_slice(&float(rng, amplitude).to_le_bytes()))
         }

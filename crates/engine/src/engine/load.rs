@@ -76,6 +76,7 @@ impl Engine {
         chosen: Chosen,
         mut laps: Laps,
     ) -> Result<Engine> {
+        let model = chosen.device.arranged(&model);
         let home = match chosen.device {
             Device::InPlace(provider) => Home::in_place(provider, &model, setup.geometry, &options, &mut laps)?,
             Device::Paged(provider, limit) => {
@@ -115,11 +116,13 @@ impl Engine {
     ) -> Result<(Inventory, Option<(MemoryReport, Trade)>)> {
         let model = Arc::new(headrace_model::load(path)?.spec);
         let setup = Setup::new(&model, options)?;
-        let memory = match setup.device(options)?.device {
+        let device = setup.device(options)?.device;
+        let arranged = device.arranged(&model);
+        let memory = match device {
             Device::InPlace(_) => None,
             Device::Paged(provider, limit) => {
                 let length = length.unwrap_or(setup.max_context);
-                Some(Home::plan_paged(provider, &model, options, setup.sizes(options, limit), length)?)
+                Some(Home::plan_paged(provider, &arranged, options, setup.sizes(options, limit), length)?)
             }
         };
         Ok((Inventory::of(&model), memory))
@@ -138,7 +141,9 @@ impl Engine {
         let options = EngineOptions { policy: kinds.first().copied(), ..options.clone() };
         let model = Arc::new(headrace_model::load(path)?.spec);
         let setup = Setup::new(&model, &options)?;
-        match setup.device(&options)?.device {
+        let device = setup.device(&options)?.device;
+        let model = device.arranged(&model);
+        match device {
             Device::InPlace(_) => {
                 Err(EngineError::argument("policy", "", "this device reads weights in place and has no residency"))
             }

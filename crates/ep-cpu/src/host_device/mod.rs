@@ -75,6 +75,8 @@ pub struct HostOptions {
     pub in_place: Option<u64>,
     /// False to refuse kernels the host's memory in place, as a card's driver does where pinning is refused.
     pub pinning: bool,
+    /// True to keep GGUF matrices in planes, as a card does. A test instrument: the kernels here are slower for it.
+    pub planes: bool,
 }
 
 impl Default for HostOptions {
@@ -91,6 +93,7 @@ impl Default for HostOptions {
             link: None,
             in_place: None,
             pinning: true,
+            planes: false,
         }
     }
 }

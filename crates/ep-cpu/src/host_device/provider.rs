@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use headrace_kv::KvGeometry;
 use headrace_model::ModelSpec;
+use headrace_model::arrange::in_planes;
+use headrace_numerics::format::Format;
 use headrace_provider::{
     ClockReport, DeviceError, DeviceInfo, DeviceReport, Instr, LinkCeilings, Op, PhysicalFigure, PhysicalSource, Place,
     ProgramId, Provider, RangeKind, Segment, StepInput, StepOutput, StepProgram, Ticket,
@@ -32,9 +34,13 @@ impl Provider for HostDevice {
             granule: self.memory.granule,
             kernels: self.executor.level().to_string(),
             threads: self.executor.threads(),
-            repacked_bytes: self.attached.as_ref().map_or(0, |a| a.file.transposed_bytes()),
+            repacked_bytes: self.attached.as_ref().map_or(0, |a| a.file.repacked_bytes()),
             piece_bytes: PIECE_BYTES,
         }
+    }
+
+    fn wanted_format(&self, format: Format) -> Format {
+        if self.options.planes { in_planes(format).unwrap_or(format) } else { format }
     }
 
     fn attach(&mut self, model: Arc<ModelSpec>, kv: KvGeometry) -> Result<(), DeviceError> {

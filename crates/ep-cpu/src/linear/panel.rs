@@ -3,8 +3,8 @@
 //! The unpacking is plain code over arrays; the AVX2 kernels compile it with their own instruction set.
 
 use half::f16;
-use headrace_numerics::block::blocks;
-use headrace_numerics::format::{BLOCK, Format, Nbits, ScaleType, WeightView, ZeroPoint};
+use headrace_numerics::block::{blocks, weight_block};
+use headrace_numerics::format::{BLOCK, Format, Nbits, Planes, ScaleType, WeightView, ZeroPoint};
 
 use crate::activations::{GROUP_BLOCKS, GROUP_CODES, code_at};
 
@@ -45,13 +45,16 @@ pub(super) fn has_halves(format: Format) -> bool {
 
 /// True for formats with a float minimum.
 pub(super) fn has_min(format: Format) -> bool {
-    matches!(format, Format::Q4_1 | Format::Q5_1 | Format::Q4_K | Format::Q5_K)
+    matches!(
+        format,
+        Format::Q4_1 | Format::Q5_1 | Format::Q4_K | Format::Q5_K | Format::Planes(Planes::Q4_1 | Planes::Q4_K)
+    )
 }
 
 /// True if all codes are below 16.
 pub(super) fn has_nibbles(format: Format) -> bool {
     match format {
-        Format::Q4_0 | Format::Q4_1 | Format::Q4_K => true,
+        Format::Q4_0 | Format::Q4_1 | Format::Q4_K | Format::Planes(Planes::Q4_1 | Planes::Q4_K) => true,
         Format::Nbits(n) => n.bits == 4,
         _ => false,
     }
@@ -109,6 +112,17 @@ pub(super) fn unpack(w: &WeightView<'_>, row: usize, g: usize, natural: &mut Nat
         Format::Q5_K => with_k_scales(&bytes[g * 176..][..176], true, natural, panel),
         Format::Q6_K => six_bits(&bytes[g * 210..][..210], natural, panel),
         Format::Nbits(n) => planar(w, n, row, g, count, natural, panel),
+        Format::Planes(_) => {
+            panel.zero = [[0; GROUP_BLOCKS]; 2];
+            for lane in 0..count {
+                let block = weight_block(w, row, g * GROUP_BLOCKS + lane);
+                panel.scale[lane] = block.scale[0];
+                panel.other[lane] = block.min.unwrap_or(0.0);
+                for (to, &code) in natural[lane * BLOCK..][..BLOCK].iter_mut().zip(&block.codes) {
+                    *to = code as u8;
+                }
+            }
+        }
         Format::F32 | Format::F16 | Format::BF16 => unreachable!("checked by `linear`: the format is quantised"),
     }
 }

@@ -5,7 +5,7 @@ use headrace_ep_cpu::activations::Activations;
 use headrace_ep_cpu::linear::{DenseRows, Epilogue, Sink, dense, linear};
 use headrace_ep_cpu::simd::SimdLevel;
 use headrace_numerics::activation::{ActivationWidth, quantise};
-use headrace_numerics::format::{Format, MAX_PLANES, Nbits, ScaleType, WeightView, ZeroPoint};
+use headrace_numerics::format::{Format, MAX_PLANES, Nbits, Planes, ScaleType, WeightView, ZeroPoint};
 use headrace_numerics::linear::{dense_dot, epilogue, quantised_dot};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -16,7 +16,8 @@ pub const WIDTHS: [ActivationWidth; 2] = [ActivationWidth::Int16, ActivationWidt
 /// Every quantised format.
 pub fn quantised_formats() -> Vec<Format> {
     use Format::*;
-    let mut all = vec![Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K];
+    let mut all =
+        vec![Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Planes(self::Planes::Q4_1), Planes(self::Planes::Q4_K)];
     for bits in [4, 8] {
         for block in [16, 32, 64, 128, 256] {
             for scale in [ScaleType::F32, ScaleType::F16] {
@@ -105,6 +106,13 @@ impl Matrix {
             Format::F16 => (0..plane.len()).step_by(2).for_each(|at| half(plane, at)),
             Format::Nbits(Nbits { scale: ScaleType::F16, .. }) => {
                 (0..planes[1].len()).step_by(2).for_each(|at| half(&mut planes[1], at));
+            }
+            Format::Planes(p) => {
+                let size = if p == Planes::Q4_1 { 4 } else { 16 };
+                for at in (0..planes[1].len()).step_by(size) {
+                    half(&mut planes[1], at);
+                    half(&mut planes[1], at + 2);
+                }
             }
             Format::Nbits(_) => {
                 for to in planes[1].chunks_exact_mut(4) {

@@ -2,6 +2,7 @@
 
 use headrace_kv::KvLayout;
 use headrace_numerics::activation::ActivationWidth;
+use headrace_numerics::format::{Nbits, ZeroPoint};
 use headrace_provider::program::PLANE_ALIGN;
 use headrace_provider::{Instr, Op, StepProgram};
 use headrace_testing::{ModelShape, file_program, random_model};

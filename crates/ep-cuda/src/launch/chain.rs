@@ -2,9 +2,9 @@
 
 use cudarc::driver::sys::CUfunction;
 use headrace_numerics::activation::ActivationWidth;
-use headrace_numerics::format::{Format, ScaleType};
+use headrace_numerics::format::Format;
 
-use super::linear::class_of;
+use super::linear::{class_of, is_piped_class, scale_bytes};
 use super::module::Loader;
 use super::{Follow, Kernels, LaunchError, Queue, Shape, launch_as};
 use crate::abi::ChainArgs;
@@ -75,7 +75,7 @@ pub(super) fn load(
     capability: u32,
 ) -> Result<ChainKernels, LaunchError> {
     let class = class_of(format);
-    if capability < 80 || !matches!(class, "p4h" | "p4f") {
+    if capability < 80 || !is_piped_class(class) {
         return Ok(Vec::new());
     }
     let w = if width == ActivationWidth::Int16 { "w16" } else { "w8" };
@@ -88,12 +88,10 @@ pub(super) fn load(
 impl Kernels {
     /// How a chain with weights of `format` would be launched; `None` if this device can't.
     pub fn chain_shape(&self, format: Format, area: &Area) -> Option<ChainShape> {
-        let scale = match format {
-            Format::Nbits(n) if n.scale == ScaleType::F16 => 2,
-            _ => 4,
-        };
         let loaded = self.format(format).is_ok_and(|f| !f.chain.is_empty());
-        (self.cooperative && loaded).then(|| ChainShape::fit(self.processors, self.shared_most, scale, area)).flatten()
+        (self.cooperative && loaded)
+            .then(|| ChainShape::fit(self.processors, self.shared_most, scale_bytes(format), area))
+            .flatten()
     }
 
     /// Launches a chain.

@@ -10,7 +10,7 @@ use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::format::Format;
 
 use self::dots::{GEMV, STREAM, STREAM_WARPS};
-use self::formats::{is_hot, is_piped};
+use self::formats::is_hot;
 use self::pipe::PIPE;
 use self::tile::{TILE, WIDE, is_tiled, is_wide};
 use super::chain::ChainKernels;
@@ -18,8 +18,8 @@ use super::module::Loader;
 use super::{Kernels, LaunchError, Queue, Shape, launch};
 use crate::abi::{Activation, EmbedArgs, LinearArgs, LinearSegment, MAX_SEGMENTS};
 
-pub(super) use self::formats::class_of;
-pub use self::formats::format_params;
+pub(super) use self::formats::{class_of, is_piped_class};
+pub use self::formats::{format_params, is_piped, scale_bytes, wanted_format};
 
 /// A form of a linear kernel. The defaults of [`Kernels::linear`] come from measurements; tests and benches ask for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -152,11 +152,11 @@ impl FormatKernels {
         let widths: &[usize] = if format.is_quantised() { &[8] } else { &[8, 1] };
         for &cols in widths {
             let mut variants = LinearVariant::all(format, capability, cols);
-            if capability >= 80 && matches!(class, "p4h" | "p4f") && !is_piped(format) {
+            if capability >= 80 && is_piped_class(class) && !is_piped(format) {
                 // The class is loaded once, for all its block sizes.
                 variants.extend(PIPE.map(|p| LinearVariant::Pipe { weights: p.weights, tiles: p.tiles }));
             }
-            if capability >= 80 && matches!(class, "p4h" | "p4f") {
+            if capability >= 80 && is_piped_class(class) {
                 variants.extend(STREAM.map(|(per_thread, depth)| LinearVariant::Stream {
                     per_thread,
                     depth,

@@ -2,7 +2,7 @@
 
 use cudarc::driver::{result, sys};
 use headrace_ep_cuda::abi::{LinearArgs, LinearSegment, ProbeArgs};
-use headrace_ep_cuda::launch::{LinearVariant, Queue};
+use headrace_ep_cuda::launch::{LinearVariant, Queue, wanted_format};
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::format::{Format, Nbits, ScaleType, ZeroPoint};
 use rand::{RngCore, SeedableRng};
@@ -17,8 +17,25 @@ pub const LAYERS: usize = 48;
 const SHAPES: [(&str, usize, usize); 4] =
     [("qkv", 7168, 5120), ("o", 5120, 5120), ("gate_up", 27648, 5120), ("down", 5120, 13824)];
 const HEAD: (&str, usize, usize) = ("lm_head", 152_064, 5120);
-pub const FORMAT: Format =
-    Format::Nbits(Nbits { bits: 4, block: 32, scale: ScaleType::F16, zero: ZeroPoint::Midpoint });
+/// Formats by the names that `--formats=` takes: MatMulNBits and GGUF's, those laid out anew as the device keeps them.
+pub const FORMATS: [(&str, Format); 9] = [
+    ("matmulnbits", Format::Nbits(Nbits { bits: 4, block: 32, scale: ScaleType::F16, zero: ZeroPoint::Midpoint })),
+    ("q4_0", Format::Q4_0),
+    ("q4_1", Format::Q4_1),
+    ("q5_0", Format::Q5_0),
+    ("q5_1", Format::Q5_1),
+    ("q8_0", Format::Q8_0),
+    ("q4_k", Format::Q4_K),
+    ("q5_k", Format::Q5_K),
+    ("q6_k", Format::Q6_K),
+];
+
+/// The formats that `--formats=` names, as the device keeps them.
+pub fn named_formats() -> Option<Vec<Format>> {
+    let list = std::env::args().find_map(|a| a.strip_prefix("--formats=").map(str::to_owned))?;
+    let known = |name: &str| FORMATS.iter().find(|(n, _)| *n == name).expect("a format").1;
+    Some(list.split(',').map(|name| wanted_format(known(name))).collect())
+}
 
 /// Median milliseconds of a captured graph of what `record` launches.
 pub fn time(gpu: &Gpu, record: &dyn Fn()) -> f64 {
@@ -58,23 +75,24 @@ pub fn time(gpu: &Gpu, record: &dyn Fn()) -> f64 {
 }
 
 pub struct Layer {
+    pub format: Format,
     pub segment: LinearSegment,
     cols: usize,
     shape: usize,
     bytes: usize,
-    _mem: [Mem; 2],
+    _mem: [Mem; 3],
 }
 
-fn layer(shape: usize, (_, rows, cols): (&str, usize, usize), noise: &[u8]) -> Layer {
-    let plane = |p: usize| Mem::new(rows * FORMAT.row_bytes(p, cols));
-    let mem = [plane(0), plane(1)];
+fn layer(format: Format, shape: usize, (_, rows, cols): (&str, usize, usize), noise: &[u8]) -> Layer {
+    let plane = |p: usize| Mem::new(rows * format.row_bytes(p, cols));
+    let mem = [plane(0), plane(1), plane(2)];
     for (p, m) in mem.iter().enumerate() {
-        let len = rows * FORMAT.row_bytes(p, cols);
+        let len = rows * format.row_bytes(p, cols);
         let mut at = 0;
         while at < len {
             let n = noise.len().min(len - at);
             // Scales: halves near 0.01, from the same noise.
-            let piece: Vec<u8> = if p == 0 {
+            let piece: Vec<u8> = if p != 1 {
                 noise[..n].to_vec()
             } else {
                 noise[..n].chunks(2).flat_map(|c| [c[0], 0x20]).take(n).collect()
@@ -84,14 +102,16 @@ fn layer(shape: usize, (_, rows, cols): (&str, usize, usize), noise: &[u8]) -> L
             at += n;
         }
     }
-    let segment = LinearSegment { planes: [mem[0].ptr, mem[1].ptr, 0], rows: rows as u32, ..Default::default() };
-    Layer { segment, cols, shape, bytes: rows * FORMAT.total_row_bytes(cols), _mem: mem }
+    let segment = LinearSegment { planes: [0, 1, 2].map(|p| mem[p].ptr), rows: rows as u32, ..Default::default() };
+    Layer { format, segment, cols, shape, bytes: rows * format.total_row_bytes(cols), _mem: mem }
 }
 
 /// What the bench measures.
 pub struct Options {
     /// Every form, not only those of interest.
     full: bool,
+    /// Formats of the weights.
+    formats: Vec<(&'static str, Format)>,
     /// Token rows; more than 64 are a prompt of one sequence, fewer are sequences of their own.
     rows: Vec<usize>,
     /// Positions that each sequence already has.
@@ -114,8 +134,12 @@ impl Options {
             Some(value.split(',').map(|n| n.parse().expect("a number")).collect())
         };
         let full = has("--full");
+        let names: Vec<&str> =
+            arguments.iter().find_map(|a| a.strip_prefix("--formats=")).unwrap_or("matmulnbits").split(',').collect();
+        let known = |name: &&str| *FORMATS.iter().find(|(n, _)| n == name).expect("a format");
         Options {
             full,
+            formats: names.iter().map(known).collect(),
             rows: list("--rows=").unwrap_or(if full { vec![1, 2, 4, 8, 16, 32] } else { vec![1, 8, 32] }),
             contexts: list("--contexts=").unwrap_or(if full { vec![512, 4096] } else { vec![512] }),
             width: list("--width=").map_or(0, |w| w[0] as u32),
@@ -127,6 +151,18 @@ impl Options {
 
 /// Prints the figures and writes `kernels.json` to `OUT`.
 pub fn run(gpu: &Gpu, options: &Options) {
+    let mut report: Vec<Value> = Vec::new();
+    for &(name, format) in &options.formats {
+        run_format(gpu, options, name, wanted_format(format), &mut report);
+    }
+    if let Some(dir) = std::env::var_os("OUT") {
+        let path = std::path::Path::new(&dir).join("kernels.json");
+        let text = json!({"device": gpu.describe(), "results": report});
+        std::fs::write(path, text.to_string()).expect("write");
+    }
+}
+
+fn run_format(gpu: &Gpu, options: &Options, name: &str, format: Format, report: &mut Vec<Value>) {
     let full = options.full;
     let mut rng = ChaCha8Rng::seed_from_u64(30);
     let mut noise = vec![0u8; 32 << 20];
@@ -134,18 +170,17 @@ pub fn run(gpu: &Gpu, options: &Options) {
     let mut layers = Vec::new();
     for _ in 0..LAYERS {
         for (i, shape) in SHAPES.into_iter().enumerate() {
-            layers.push(layer(i, shape, &noise));
+            layers.push(layer(format, i, shape, &noise));
         }
     }
-    layers.push(layer(SHAPES.len(), HEAD, &noise));
+    layers.push(layer(format, SHAPES.len(), HEAD, &noise));
     let total: usize = layers.iter().map(|l| l.bytes).sum();
     let ceiling = ceiling(gpu, &layers);
     println!(
-        "weights {:.3} GB; read ceiling {ceiling:.0} GB/s = {:.3} ms a step",
+        "{name}: weights {:.3} GB; read ceiling {ceiling:.0} GB/s = {:.3} ms a step",
         total as f64 / 1e9,
         total as f64 / ceiling / 1e6
     );
-    let mut report: Vec<Value> = Vec::new();
     let most = options.rows.iter().max().copied().unwrap_or(1);
     let out = Mem::new(most * HEAD.1 * 4);
     for &tokens in &options.rows {
@@ -171,18 +206,18 @@ pub fn run(gpu: &Gpu, options: &Options) {
                 // SAFETY: every buffer has the size that the shapes need.
                 unsafe {
                     match variant {
-                        Some(v) => kernels.linear_as(queue, FORMAT, v, &args, &segments, tokens),
-                        None => kernels.linear(queue, FORMAT, &args, &segments, tokens),
+                        Some(v) => kernels.linear_as(queue, format, v, &args, &segments, tokens),
+                        None => kernels.linear(queue, format, &args, &segments, tokens),
                     }
                 }
             };
             let mut line = |what: String, bytes: usize, ms: f64| {
                 let rate = bytes as f64 / ms / 1e6;
                 println!(
-                    "rows {tokens:2} int{bits:<2} {what:44} {ms:8.4} ms {rate:6.0} GB/s {:5.1}% of the ceiling",
+                    "{name:11} rows {tokens:2} int{bits:<2} {what:44} {ms:8.4} ms {rate:6.0} GB/s {:5.1}% of the ceiling",
                     rate / ceiling * 100.0
                 );
-                report.push(json!({"rows": tokens, "bits": bits, "what": what, "ms": ms, "gb_per_s": rate, "share": rate / ceiling}));
+                report.push(json!({"format": name, "weights_bytes": total, "ceiling_gb_per_s": ceiling, "rows": tokens, "bits": bits, "what": what, "ms": ms, "gb_per_s": rate, "share": rate / ceiling}));
             };
             let plain = gpu.queue();
             let overlap = Queue { overlap: kernels.capability() >= 90, ..plain };
@@ -221,7 +256,7 @@ pub fn run(gpu: &Gpu, options: &Options) {
                 let mine: Vec<&Layer> = layers.iter().filter(|l| l.shape == i).collect();
                 let bytes = mine.iter().map(|l| l.bytes).sum();
                 for variant in
-                    LinearVariant::all(FORMAT, kernels.capability(), shape.2).into_iter().flat_map(with_warps)
+                    LinearVariant::all(format, kernels.capability(), shape.2).into_iter().flat_map(with_warps)
                 {
                     if !useful(variant, tokens, full) || go(plain, mine[0], Some(variant)).is_err() {
                         continue;
@@ -234,12 +269,6 @@ pub fn run(gpu: &Gpu, options: &Options) {
                 }
             }
         }
-    }
-    if let Some(dir) = std::env::var_os("OUT") {
-        let path = std::path::Path::new(&dir).join("kernels.json");
-        let text =
-            json!({"device": gpu.describe(), "ceiling_gb_per_s": ceiling, "weights_bytes": total, "results": report});
-        std::fs::write(path, text.to_string()).expect("write");
     }
 }
 
@@ -270,7 +299,7 @@ fn with_warps(variant: LinearVariant) -> Vec<LinearVariant> {
 /// GB/s of a kernel that only reads, over the planes of codes of every layer.
 fn ceiling(gpu: &Gpu, layers: &[Layer]) -> f64 {
     let sink = Mem::new(4);
-    let codes = |l: &Layer| l.segment.rows as usize * FORMAT.row_bytes(0, l.cols);
+    let codes = |l: &Layer| l.segment.rows as usize * l.format.row_bytes(0, l.cols);
     let ms = time(gpu, &|| {
         for l in layers.iter().filter(|l| codes(l) > 50 << 20) {
             let args = ProbeArgs { source: l.segment.planes[0], count: (codes(l) / 16) as u64, sink: sink.ptr };

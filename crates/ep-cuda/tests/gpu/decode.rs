@@ -7,7 +7,7 @@ use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::elementwise::KvDtype;
 
 use crate::attention::kv_ref;
-use crate::bench::{FORMAT, LAYERS, Layer};
+use crate::bench::{LAYERS, Layer};
 use crate::device::{ActMem, Gpu, Mem, Step, WIDTHS};
 
 const HIDDEN: usize = 5120;
@@ -131,7 +131,7 @@ impl<'a> Model<'a> {
         segment.accumulate = u32::from(add);
         let args = LinearArgs { step: self.step.at, x: x.at, out: out.ptr, out_ld: segment.rows, ..Default::default() };
         // SAFETY: every buffer has the size that the shapes need.
-        unsafe { self.kernels.linear(queue, FORMAT, &args, &[segment], tokens) }.expect("launch");
+        unsafe { self.kernels.linear(queue, layer.format, &args, &[segment], tokens) }.expect("launch");
     }
 
     /// Launches those kernels of the step, the linear ones on a queue of their own kind.

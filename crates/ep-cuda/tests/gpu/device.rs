@@ -219,7 +219,10 @@ impl ActMem {
 
 /// Every format that a loader can produce.
 pub fn formats() -> Vec<Format> {
-    use headrace_numerics::format::{Nbits, ScaleType, ZeroPoint};
+    if let Some(named) = crate::bench::named_formats() {
+        return named;
+    }
+    use headrace_numerics::format::{Nbits, Planes, ScaleType, ZeroPoint};
     let mut all = vec![
         Format::F32,
         Format::F16,
@@ -232,6 +235,8 @@ pub fn formats() -> Vec<Format> {
         Format::Q4_K,
         Format::Q5_K,
         Format::Q6_K,
+        Format::Planes(Planes::Q4_1),
+        Format::Planes(Planes::Q4_K),
     ];
     for bits in [4, 8] {
         for block in [16, 32, 64, 128, 256] {

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 use headrace_ep_cuda::abi::{LinearArgs, LinearSegment};
-use headrace_ep_cuda::launch::LinearVariant;
-use headrace_numerics::format::{Format, ScaleType, WeightView};
+use headrace_ep_cuda::launch::{LinearVariant, is_piped};
+use headrace_numerics::format::{Format, Planes, ScaleType, WeightView};
 use headrace_numerics::linear::{dense_dot, epilogue, quantised_dot};
 use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -64,6 +64,18 @@ pub fn random_planes(rng: &mut ChaCha8Rng, format: Format, rows: usize, cols: us
                 _ => 2,
             };
             planes[0] = vector_bytes(&ordinary(rng, rows * cols), kind).0;
+            return planes;
+        }
+        Format::Planes(p) => {
+            let (size, offsets): (usize, &[usize]) = match p {
+                Planes::Q4_1 => (4, &[0, 2]),
+                Planes::Q4_K => (16, &[0, 2]),
+            };
+            for block in planes[1].chunks_mut(size) {
+                for &at in offsets {
+                    half(&mut block[at..]);
+                }
+            }
             return planes;
         }
         Format::Nbits(n) => {
@@ -159,10 +171,12 @@ pub fn quantised(gpu: &Gpu) {
         }
     });
     // The shapes that the tuned forms are for.
-    for format in formats()
-        .into_iter()
-        .filter(|f| matches!(f.name().as_str(), "int4/32 f16" | "int4/32 f32 zp" | "Q4_0" | "Q4_K"))
-    {
+    for format in formats().into_iter().filter(|f| {
+        matches!(
+            f.name().as_str(),
+            "int4/32 f16" | "int4/32 f32 zp" | "Q4_0" | "Q4_K" | "Q4_1 in planes" | "Q4_K in planes"
+        )
+    }) {
         for (rows, cols, tokens) in [(7168, 5120, 1), (640, 13824, 1), (2000, 5120, 4), (512, 5120, 33)] {
             check(gpu, &mut rng, format, rows, cols, tokens, false);
         }
@@ -261,7 +275,7 @@ pub fn segments(gpu: &Gpu) {
 
 /// The formats that linear_tile.cu serves.
 pub fn tiled_formats() -> Vec<Format> {
-    formats().into_iter().filter(|f| f.name().starts_with("int4/32") && !f.name().ends_with(" zp")).collect()
+    formats().into_iter().filter(|&f| is_piped(f)).collect()
 }
 
 /// The clusters of linear_tile.cu: tiles that are cut off, many token rows, several segments with bias, residual and gaps, spare

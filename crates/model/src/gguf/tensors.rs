@@ -100,6 +100,7 @@ impl<'a> Tensors<'a> {
         self.tensors.push(Tensor {
             name: name.to_owned(),
             format: info.format,
+            stored: None,
             rows,
             cols,
             layout: Layout::RowMajor,

@@ -86,6 +86,7 @@ impl<'a> Weights<'a> {
         Ok(self.add(Tensor {
             name,
             format,
+            stored: None,
             rows: 1,
             cols,
             layout: Layout::RowMajor,
@@ -110,7 +111,7 @@ impl<'a> Weights<'a> {
             _ => return Err(g.format(n, format!("{} has shape {:?}; a matrix is needed", t.name, t.dims))),
         };
         let (name, extent) = (t.name.to_string(), t.extent);
-        Ok(self.add(Tensor { name, format, rows, cols, layout, planes: [Some(extent), None, None] }))
+        Ok(self.add(Tensor { name, format, stored: None, rows, cols, layout, planes: [Some(extent), None, None] }))
     }
 
     /// The matrix behind `value`: an initializer, or a `DequantizeLinear` of one, perhaps transposed. `rows_first` says
@@ -209,7 +210,15 @@ impl<'a> Weights<'a> {
                 }
             };
         }
-        let id = self.add(Tensor { name: name.to_string(), format, rows, cols, layout: Layout::RowMajor, planes });
+        let id = self.add(Tensor {
+            name: name.to_string(),
+            format,
+            stored: None,
+            rows,
+            cols,
+            layout: Layout::RowMajor,
+            planes,
+        });
         self.rearranged.insert((n, rows_first), id);
         Ok(id)
     }
@@ -260,7 +269,7 @@ impl<'a> Weights<'a> {
         let codes = self.init.get(codes);
         let planes = [Some(codes.extent), Some(scales.extent), zeros.map(|z| z.extent)];
         let name = codes.name.to_string();
-        Ok(self.add(Tensor { name, format, rows, cols, layout: Layout::RowMajor, planes }))
+        Ok(self.add(Tensor { name, format, stored: None, rows, cols, layout: Layout::RowMajor, planes }))
     }
 
     fn bits_and_block(g: &Graph<'a>, n: usize, bits: i64, block: i64) -> Result<(usize, usize)> {

@@ -20,6 +20,7 @@ use std::ops::Range;
 use headrace_numerics::activation::ActivationWidth;
 use headrace_numerics::format::{Format, WeightView, ZeroPoint};
 
+use super::scalar;
 use super::sink::{Columns, Epilogue};
 use crate::activations::Activations;
 use tile::Unpack;
@@ -73,6 +74,8 @@ pub(super) unsafe fn linear(
                     (false, true, true) => run(nbits::Bytes::<true, true>::new(n), call),
                 }
             }
+            // Formats that only cards keep: the host device has them to show that a card's layout gives the same bits.
+            Format::Planes(_) => scalar::linear(call.w, call.acts, call.rows, call.epilogue, call.out),
             Format::F32 | Format::F16 | Format::BF16 => unreachable!("checked by the caller: the format is quantised"),
         }
     }

@@ -2,7 +2,7 @@
 
 use headrace_numerics::format::Format;
 
-use super::formats::{format_params, is_piped};
+use super::formats::{is_piped, scale_bytes};
 use crate::abi::{Activation, LinearArgs};
 use crate::launch::{Kernels, LaunchError, Shape};
 
@@ -115,7 +115,7 @@ impl Kernels {
 
     /// Shared memory of linear_stream.cu for one warp.
     fn stream_ring(&self, format: Format, per_thread: u32, depth: u32) -> usize {
-        let scale = if format_params(format).2 == 1 { 2 } else { 4 };
+        let scale = scale_bytes(format);
         per_thread as usize * (depth as usize * 512 + (depth as usize / 2 + 1) * 64 * scale)
     }
 

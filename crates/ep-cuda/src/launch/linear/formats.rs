@@ -1,6 +1,15 @@
 //! What the linear kernels need to know of a weight format.
 
-use headrace_numerics::format::{Format, Nbits, ScaleType, ZeroPoint};
+use headrace_model::arrange::in_planes;
+use headrace_numerics::format::{Format, Nbits, Planes, ScaleType, ZeroPoint};
+
+/// The format in which the kernels want matrices that a file has in `format`.
+pub fn wanted_format(format: Format) -> Format {
+    match in_planes(format) {
+        Some(planes) if is_piped(planes) => planes,
+        _ => format,
+    }
+}
 
 /// Name of a format's class in kernels/formats.txt.
 pub(in crate::launch) fn class_of(format: Format) -> &'static str {
@@ -25,17 +34,42 @@ pub(in crate::launch) fn class_of(format: Format) -> &'static str {
             (ScaleType::F32, _) => "p4f",
         },
         Format::Nbits(_) => "p8",
+        Format::Planes(Planes::Q4_1) => "p4m",
+        Format::Planes(Planes::Q4_K) => "p4k",
     }
 }
 
 /// True if linear.cu has tuned variants for the format.
 pub(super) fn is_hot(format: Format) -> bool {
-    matches!(class_of(format), "p4h" | "p4hz" | "p4f" | "p4fz" | "q4_0" | "q4_1" | "q8_0")
+    matches!(class_of(format), "p4h" | "p4hz" | "p4f" | "p4fz" | "p4m" | "p4k" | "q4_0" | "q4_1" | "q8_0")
 }
 
-/// True if linear_pipe.cu serves the format.
-pub(super) fn is_piped(format: Format) -> bool {
-    matches!(format, Format::Nbits(Nbits { bits: 4, block: 32, zero, .. }) if zero != ZeroPoint::PerBlock)
+/// True if linear_pipe.cu and the other kernels behind rings of copies serve the format: codes of 4 bits in plane 0, scales for each 32
+/// columns in plane 1, no zero points.
+pub fn is_piped(format: Format) -> bool {
+    match format {
+        Format::Nbits(Nbits { bits: 4, block: 32, zero, .. }) => zero != ZeroPoint::PerBlock,
+        Format::Planes(_) => true,
+        _ => false,
+    }
+}
+
+/// True if a class has those kernels, for some of its formats.
+pub(in crate::launch) fn is_piped_class(class: &str) -> bool {
+    matches!(class, "p4h" | "p4f" | "p4m" | "p4k")
+}
+
+/// True if a piped format has a float minimum.
+pub(super) fn has_minimum(format: Format) -> bool {
+    matches!(format, Format::Planes(Planes::Q4_1 | Planes::Q4_K))
+}
+
+/// Bytes of the scales, and whatever goes with them, of a block of 32 columns in plane 1 of a piped format.
+pub fn scale_bytes(format: Format) -> usize {
+    match format {
+        Format::Nbits(Nbits { scale: ScaleType::F16, .. }) | Format::Planes(Planes::Q4_K) => 2,
+        _ => 4,
+    }
 }
 
 /// What the planar kernels need to know beyond their class: `(group_shift, flip, scale_half)`.
@@ -49,6 +83,8 @@ pub fn format_params(format: Format) -> (u32, u32, u32) {
             };
             (u32::from(n.block).trailing_zeros(), flip, u32::from(n.scale == ScaleType::F16))
         }
+        // In planes: blocks of 32, unsigned codes.
+        Format::Planes(_) => (5, 0, 0),
         _ => (0, 0, 0),
     }
 }

@@ -2,7 +2,7 @@
 
 use headrace_numerics::format::Format;
 
-use super::formats::{format_params, is_piped};
+use super::formats::{is_piped, scale_bytes};
 use crate::abi::Activation;
 use crate::launch::{Kernels, LaunchError};
 
@@ -55,7 +55,7 @@ impl Kernels {
         if !x.ld.is_multiple_of(8) || !is_piped(format) {
             return Err(LaunchError::Unsupported(format!("no pipelined kernel for {}", format.name())));
         }
-        let scale = if format_params(format).2 == 1 { 2 } else { 4 };
+        let scale = scale_bytes(format);
         let form = PIPE
             .iter()
             .find(|p| (p.weights, p.tiles) == (weights, tiles))

@@ -2,7 +2,7 @@
 
 use headrace_numerics::format::Format;
 
-use super::formats::{format_params, is_piped};
+use super::formats::{has_minimum, is_piped, scale_bytes};
 use crate::abi::Activation;
 use crate::launch::{Kernels, LaunchError};
 
@@ -58,8 +58,10 @@ impl Kernels {
             return Err(LaunchError::Unsupported(format!("no wide kernel for {} x {}", format.name(), x.cols)));
         }
         let (rows, tokens, stages) = (WIDE.0 as usize, WIDE.1 as usize, WIDE.2);
-        let scale = if format_params(format).2 == 1 { 2 } else { 4 };
-        let stage = 4 * tokens * (self.block_bytes() + 4) + 4 * rows * 16 + rows * 8 * scale;
+        let scale = scale_bytes(format);
+        // Steps, and sums where there is a minimum.
+        let steps = if has_minimum(format) { 8 } else { 4 };
+        let stage = 4 * tokens * (self.block_bytes() + steps) + 4 * rows * 16 + rows * 8 * scale;
         Ok((stages * stage.next_multiple_of(1024)).max(2 * tokens * (rows + 4) * 4))
     }
 
@@ -77,7 +79,7 @@ impl Kernels {
             return Err(unsupported());
         }
         let form = TILE.iter().find(|f| (f.rows, f.tokens) == (rows, tokens)).ok_or_else(unsupported)?;
-        let shared = tile_shared(form, if format_params(format).2 == 1 { 2 } else { 4 }, self.block_bytes());
+        let shared = tile_shared(form, scale_bytes(format), self.block_bytes());
         if shared > self.shared_most {
             return Err(unsupported());
         }
