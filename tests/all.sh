@@ -48,6 +48,8 @@ step "Rust tests"
 HEADRACE_SMOLLM2_GGUF=$("$venv/headrace" fetch smollm2-135m)
 export HEADRACE_SMOLLM2_GGUF
 cargo test --workspace --locked
+# Those that need the demo model are ignored otherwise.
+cargo test -p headrace-model --locked --test gguf --test tokenizer -- --ignored real:: golden:: smollm2
 
 step "every interleaving of the memory governor"
 RUSTFLAGS="--cfg loom" cargo test -p headrace-memory-governor --test loom --locked --target-dir target/loom

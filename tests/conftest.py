@@ -1,13 +1,9 @@
-"""Where the tests find models, and engines that several tests share."""
+"""Where the tests find models, and engines that several tests share. Whatever is needed is here, is made, or comes from PyPI."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -23,21 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"
 
 
-def shared_dir() -> Path | None:
-    """The folder of large models and goldens that lies beside a developer's checkout, if it is there."""
-    path = Path(os.environ.get("HEADRACE_SHARED", ROOT.parent / "shared"))
-    return path if (path / "models").is_dir() else None
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """`shared/`, or the test is skipped."""
-    path = shared_dir()
-    if path is None:
-        pytest.skip("the folder of shared models is not here (HEADRACE_SHARED names it)")
-    return path
-
-
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The demo model's GGUF file, fetched once into the user's cache."""
@@ -45,26 +26,22 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_onnx(shared: Path) -> Path:
-    """The demo model as the builder exports it for the CPU."""
-    return shared / "models" / "smollm2-onnx-int4" / "cpu"
+def smollm2_onnx(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model as the builder of ONNX Runtime GenAI exports it for the CPU, made from the GGUF file (some 12 s)."""
+    return make_export(smollm2, tmp_path_factory.mktemp("smollm2-onnx") / "cpu")
 
 
 @pytest.fixture(scope="session")
-def smollm2_onnx_cuda(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model as the builder exports it for CUDA (float16), made from the CPU export's weights and a patch."""
-    return make_cuda_export(shared, tmp_path_factory.mktemp("smollm2-onnx-int4"))
+def smollm2_onnx_cuda(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model as the builder exports it for CUDA (float16)."""
+    return make_export(smollm2, tmp_path_factory.mktemp("smollm2-onnx") / "cuda")
 
 
-def make_cuda_export(shared: Path, family: Path) -> Path:
-    """Makes the CUDA export of the demo model in the empty directory `family`."""
-    for part in ("cpu", "cuda"):
-        shutil.copytree(shared / "models" / "smollm2-onnx-int4" / part, family / part)
-    for path in family.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    subprocess.run([sys.executable, "make_data.py"], cwd=family / "cuda", check=True)
-    shutil.rmtree(family / "cpu")
-    return family / "cuda"
+def make_export(source: Path, out: Path) -> Path:
+    """The export of the demo model that `out` is named after (`cpu` or `cuda`), made in `out`."""
+    from reference import smollm2_onnx
+
+    return smollm2_onnx.make(source, out, out.name)
 
 
 @lru_cache(maxsize=None)

@@ -7,23 +7,21 @@ from pathlib import Path
 
 import headrace
 import numpy as np
-from conftest import golden, make_cuda_export, shared_dir
+from conftest import golden, make_export
 from test_golden import BOUNDS, TINY, compare, tiny_model
 
 
 def main() -> None:
     """One row a model; a cell holds the largest logit error and the number of arg-maxima that differ."""
-    shared = shared_dir()
-    if shared is None:
-        raise SystemExit("the folder of shared models is not here (HEADRACE_SHARED names it)")
     print("| model | positions | " + " | ".join(f"{a}, {kv} KV" for a, kv in BOUNDS) + " |")
     print("| --- | ---: |" + " ---: |" * len(BOUNDS))
     with tempfile.TemporaryDirectory() as scratch:
+        source = headrace.fetch("smollm2-135m")
         models: list[tuple[str, Path, str]] = [
-            ("SmolLM2-135M, GGUF Q4_1", headrace.fetch("smollm2-135m"), "gguf-q4_1-exact-fp64"),
-            ("SmolLM2-135M, ONNX cpu", shared / "models" / "smollm2-onnx-int4" / "cpu", "onnx-int4-cpu-exact-fp64"),
+            ("SmolLM2-135M, GGUF Q4_1", source, "gguf-q4_1-exact-fp64"),
+            ("SmolLM2-135M, ONNX cpu", make_export(source, Path(scratch) / "cpu"), "onnx-int4-cpu-exact-fp64"),
         ]
-        cuda = make_cuda_export(shared, Path(scratch))
+        cuda = make_export(source, Path(scratch) / "cuda")
         models.append(("SmolLM2-135M, ONNX cuda", cuda, "onnx-int4-cuda-own-tables-exact-fp64"))
         models.append(("the same, golden with float64 RoPE tables", cuda, "onnx-int4-cuda-exact-fp64"))
         for name in TINY:

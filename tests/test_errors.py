@@ -11,6 +11,7 @@ from pathlib import Path
 
 import headrace
 import pytest
+from conftest import DATA
 
 
 def test_every_error_is_a_headrace_error() -> None:
@@ -49,9 +50,9 @@ def test_truncated_file_names_tensor_and_offset(smollm2: Path, tmp_path: Path) -
         headrace.Engine.load(path)
 
 
-def test_unsupported_model_is_named(shared: Path) -> None:
+def test_unsupported_model_is_named() -> None:
     with pytest.raises(headrace.UnsupportedModelError, match="(?i)gpt-?oss"):
-        headrace.Engine.load(shared / "models" / "tiny" / "gptoss-int4-cpu")
+        headrace.Engine.load(DATA / "graphs" / "gptoss-cpu")
 
 
 def test_context_length(engine: headrace.Engine) -> None:

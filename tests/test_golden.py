@@ -9,7 +9,7 @@ import headrace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import DATA, golden, shared_dir
+from conftest import DATA, golden
 
 PROMPTS = ["short", "long", "chat", "unicode", "code", "single", "digits"]
 
@@ -99,14 +99,8 @@ TINY = {
 
 
 def tiny_model(name: str) -> Path:
-    """A tiny model of this repository, or of the folder of shared models."""
-    here = DATA / "models" / name
-    if here.exists():
-        return here
-    root = shared_dir()
-    if root is None:
-        pytest.skip(f"{name} is in the folder of shared models only (HEADRACE_SHARED names it)")
-    return root / "models" / "tiny" / name
+    """A tiny model of this repository."""
+    return DATA / "models" / name
 
 
 @pytest.mark.parametrize(("activations", "kv_dtype"), BOUNDS)
@@ -123,8 +117,8 @@ def test_every_tiny_golden_is_used() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["short", "chat"])
-def test_every_logit_of_the_first_step(smollm2: Path, engine: headrace.Engine, shared: Path, prompt: str) -> None:
-    with np.load(shared / "models" / "golden" / "gguf-q4_1-exact-fp64.firstlogits.npz") as file:
+def test_every_logit_of_the_first_step(smollm2: Path, engine: headrace.Engine, prompt: str) -> None:
+    with np.load(DATA / "golden" / "gguf-q4_1-exact-fp64.firstlogits.npz") as file:
         expected = file[prompt]
     ids = golden("gguf-q4_1-exact-fp64")["prompts"][prompt]["prompt_ids"]
     assert np.abs(engine.logits([ids], last_only=True)[0] - expected).max() <= BOUNDS["int16", "float16"]

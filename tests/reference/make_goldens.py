@@ -1,9 +1,9 @@
-"""Writes float64 golden files: `python -m tests.reference.make_goldens SHARED_MODELS OUT_DIR [SMOLLM2_CUDA_EXPORT]`.
+"""Writes float64 golden files: `python -m tests.reference.make_goldens OUT_DIR [SMOLLM2_CUDA_EXPORT]`.
 
 Those of the tiny models; and, where the directory of SmolLM2's CUDA export is given, one of it with the file's own RoPE
 tables, for the prompts and tokens of the golden that computes them.
 
-Same structure as the shared goldens: prompts.NAME.{text, prompt_ids, generated_ids, min_margin, steps}. Logits carry
+prompts.NAME.{text, prompt_ids, generated_ids, min_margin, steps}. Logits carry
 seven significant digits; RoPE tables are those of the file (ONNX) or computed in float64 (GGUF, which holds none).
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 from . import gguf_weights, onnx_weights
 from .model import Decoder, greedy, teacher_forced
 
+DATA = Path(__file__).resolve().parents[1] / "data"
 TOKENS = 64
 TOP = 5
 GGUF = ["qwen2-F16.gguf", "qwen2-Q4_0.gguf", "qwen3-Q4_1.gguf", "qwen3-Q8_0.gguf"]
@@ -71,14 +72,14 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def main(shared: Path, out: Path) -> None:
+def main(out: Path) -> None:
     """Write one file per tiny model."""
     out.mkdir(parents=True, exist_ok=True)
     for name in GGUF + ONNX:
-        path = shared / "tiny" / name
+        path = DATA / "models" / name
         family = name.split("-")[0]
-        # Only texts and prompt ids are taken from the shared goldens.
-        given = json.loads((shared / "golden" / f"tiny-{family}-int4-cpu-acc1.json").read_text())["prompts"]
+        # Only texts and prompt ids are taken from the goldens of other engines.
+        given = json.loads((DATA / "golden" / "others" / f"tiny-{family}-int4-cpu-acc1.json").read_text())["prompts"]
         prompts = {key: {k: p[k] for k in ("text", "prompt_ids")} for key, p in given.items()}
         if name in GGUF:
             model, rope, files = gguf_weights.load(str(path)), "computed in float64", [path]
@@ -89,9 +90,9 @@ def main(shared: Path, out: Path) -> None:
         write(out / f"tiny-{name.removesuffix('.gguf')}{'-gguf' if name in GGUF else ''}-exact-fp64.json", data)
 
 
-def smollm2_cuda(shared: Path, out: Path, export: Path) -> None:
+def smollm2_cuda(out: Path, export: Path) -> None:
     """Write the file of SmolLM2's CUDA export with its own tables."""
-    prompts = json.loads((shared / "golden" / "onnx-int4-cuda-exact-fp64.json").read_text())["prompts"]
+    prompts = json.loads((DATA / "golden" / "onnx-int4-cuda-exact-fp64.json").read_text())["prompts"]
     for prompt in prompts.values():
         prompt.setdefault("generated_ids", prompt.get("generated_ids_raw"))
     files = {f: sha256(export / f) for f in ("model.onnx", "model.onnx.data")}
@@ -107,8 +108,8 @@ def write(target: Path, data: dict) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (3, 4):
+    if len(sys.argv) not in (2, 3):
         sys.exit(f"usage: {__doc__}")
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
-    if len(sys.argv) == 4:
-        smollm2_cuda(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]))
+    if len(sys.argv) == 3:
+        smollm2_cuda(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -7,7 +7,7 @@ mod onnx_common;
 use headrace_model::error::ModelError;
 use headrace_model::onnx;
 use headrace_model::spec::{Layout, ModelSpec, RopeTables};
-use onnx_common::{Scratch, shared, smollm2_config};
+use onnx_common::{Scratch, data, smollm2_config};
 
 fn format_name(spec: &ModelSpec, id: headrace_model::spec::TensorId) -> String {
     spec.tensor(id).format.name()
@@ -63,48 +63,46 @@ fn check(spec: &ModelSpec) {
 }
 
 fn expect(part: &str, want: &str) {
-    let Some(dir) = shared(part) else { return };
-    let spec = onnx::load(&dir).unwrap();
+    let spec = onnx::load(&data(part)).unwrap();
     check(&spec);
     assert_eq!(summary(&spec), want);
 }
 
-#[test]
-fn smollm2_cpu() {
-    expect(
-        "smollm2-onnx-int4/cpu",
-        "llama vocab 49152 hidden 576 heads 9/3x64 ffn 1536 layers 30 eps 1e-5 context 8192 | embed int4/32 f32 head \
-         int4/32 f32 qkv 1 int4/32 f32 o int4/32 f32 gate_up int4/32 f32 down int4/32 f32 bias false qknorm false tied true",
-    );
-}
-#[test]
-fn smollm2_cuda() {
-    let Some(dir) = shared("smollm2-onnx-int4/cuda") else { return };
+/// The graphs of SmolLM2's exports, beside a data file of zeros that is as long as theirs.
+fn smollm2(part: &str, graphs: &[&str], bytes: u64) -> Scratch {
+    let dir = data(&format!("graphs/smollm2-{part}"));
     let s = Scratch::new();
-    for name in ["genai_config.json", "model.onnx"] {
+    for name in graphs.iter().chain(&["genai_config.json"]) {
         s.write(name, std::fs::read(dir.join(name)).unwrap());
     }
-    s.sparse("model.onnx.data", 76_763_776);
-    let spec = onnx::load(&s.0).unwrap();
-    check(&spec);
-    let want = "llama vocab 49152 hidden 576 heads 9/3x64 ffn 1536 layers 30 eps 1e-5 context 8192 | embed int4/32 f16 \
-                head int4/32 f16 qkv 1 int4/32 f16 o int4/32 f16 gate_up int4/32 f16 down int4/32 f16 bias false \
-                qknorm false tied true";
-    assert_eq!(summary(&spec), want);
-    assert_eq!(spec.weight_bytes(), 76_763_776, "the data file is packed without gaps");
+    s.sparse("model.onnx.data", bytes);
+    s
+}
+
+const SMOLLM2: &str = "llama vocab 49152 hidden 576 heads 9/3x64 ffn 1536 layers 30 eps 1e-5 context 8192 | embed int4/32 \
+                       F head int4/32 F qkv 1 int4/32 F o int4/32 F gate_up int4/32 F down int4/32 F bias false qknorm \
+                       false tied true";
+
+#[test]
+fn smollm2_exports_are_packed_without_gaps() {
+    for (part, scales, bytes) in [("cpu", "f32", 86_287_616), ("cuda", "f16", 76_763_776)] {
+        let s = smollm2(part, &["model.onnx"], bytes);
+        let spec = onnx::load(&s.0).unwrap();
+        check(&spec);
+        assert_eq!(summary(&spec), SMOLLM2.replace('F', scales), "{part}");
+        assert_eq!(spec.weight_bytes() as u64, bytes, "{part}: every byte of the data file is referenced");
+    }
 }
 
 /// Another graph beside the same weights: the path of the `.onnx` file itself.
 #[test]
 fn a_file_instead_of_a_directory() {
-    let Some(dir) = shared("smollm2-onnx-int4/cpu") else { return };
-    let a = onnx::load(&dir.join("model.accuracy_level1.onnx")).unwrap();
-    let b = onnx::load(&dir).unwrap();
+    let s = smollm2("cpu", &["model.onnx", "model.accuracy_level1.onnx"], 86_287_616);
+    let a = onnx::load(&s.0.join("model.accuracy_level1.onnx")).unwrap();
+    let b = onnx::load(&s.0).unwrap();
     assert_eq!(summary(&a), summary(&b));
     assert_eq!(a.weight_bytes(), b.weight_bytes());
     assert!(b.files.len() == 1 && b.files[0].mapped);
-    let size = std::fs::metadata(dir.join("model.onnx.data")).unwrap().len();
-    assert_eq!(b.weight_bytes() as u64, size, "every byte of the data file is referenced");
 }
 
 #[test]
@@ -121,32 +119,31 @@ fn tiny_models() {
             .replace("x32", "x64")
             .replace("bias true qknorm false", "bias false qknorm true")
     };
-    expect("tiny/qwen2-int4-cpu", &qwen2("f32"));
-    expect("tiny/qwen2-int4-cuda", &qwen2("f16"));
-    expect("tiny/qwen2-kquant-nofuse-cpu", &qwen2("f32 zp").replace("qkv 1", "qkv 3"));
-    expect("tiny/qwen3-int4-cpu", &qwen3("f32"));
-    expect("tiny/qwen3-int4-cuda", &qwen3("f16"));
+    expect("models/qwen2-int4-cpu", &qwen2("f32"));
+    expect("models/qwen2-int4-cuda", &qwen2("f16"));
+    expect("models/qwen2-kquant-nofuse-cpu", &qwen2("f32 zp").replace("qkv 1", "qkv 3"));
+    expect("models/qwen3-int4-cpu", &qwen3("f32"));
+    expect("models/qwen3-int4-cuda", &qwen3("f16"));
 }
 
 #[test]
 fn gpt_oss_is_refused_as_mixture_of_experts() {
-    for part in ["tiny/gptoss-int4-cpu", "tiny/gptoss-int4-cuda"] {
-        let Some(dir) = shared(part) else { return };
-        let e = onnx::load(&dir).unwrap_err();
+    for part in ["graphs/gptoss-cpu", "graphs/gptoss-cuda"] {
+        let e = onnx::load(&data(part)).unwrap_err();
         assert!(matches!(e, ModelError::Unsupported { .. }));
         assert!(e.to_string().contains("GPT-OSS mixture-of-experts"), "{e}");
     }
 }
 
 /// A graph without weights, beside a data file of zeros that is long enough.
-fn graph_alone(name: &str) -> Option<(Scratch, headrace_model::Result<ModelSpec>)> {
-    let dir = shared(&format!("graphs/{name}"))?;
+fn graph_alone(name: &str) -> (Scratch, headrace_model::Result<ModelSpec>) {
+    let dir = data(&format!("graphs/{name}"));
     let s = Scratch::new();
     s.write("model.onnx", std::fs::read(dir.join("model.onnx")).unwrap());
     s.write("genai_config.json", smollm2_config());
     s.sparse("model.onnx.data", 1 << 30);
     let spec = onnx::load(&s.0);
-    Some((s, spec))
+    (s, spec)
 }
 
 #[test]
@@ -174,7 +171,7 @@ fn graphs_of_other_export_options() {
         ("untied_qdq-cpu", all("int4/32 f32", "F32", false)),
     ];
     for (name, want) in cases {
-        let Some((_dir, spec)) = graph_alone(name) else { return };
+        let (_dir, spec) = graph_alone(name);
         let spec = spec.unwrap_or_else(|e| panic!("{name}: {e}"));
         check(&spec);
         assert_eq!(summary(&spec), want, "{name}");
@@ -188,7 +185,7 @@ fn graphs_of_other_export_options() {
 /// Runtime refuses the file because a required input is missing.
 #[test]
 fn the_invalid_tied_export_is_refused_for_its_missing_scales() {
-    let Some((_dir, spec)) = graph_alone("tied_asym-INVALID") else { return };
+    let (_dir, spec) = graph_alone("tied_asym-INVALID");
     let e = spec.unwrap_err();
     assert!(matches!(e, ModelError::Format { .. }), "{e}");
     assert!(
@@ -199,18 +196,16 @@ fn the_invalid_tied_export_is_refused_for_its_missing_scales() {
 }
 
 /// Stored rotary tables are plain ones; how far they are from tables computed in binary64
-/// is known: a binary32 angle of 8192 positions is off by up to 5e-4, a binary16 entry by 2.5e-4.
+/// is known: a binary32 angle of 1024 positions is off by up to 4e-5, a binary16 entry by 2.5e-4.
 #[test]
 fn stored_rotary_tables_are_plain_ones() {
     for (part, base, most) in [
-        ("smollm2-onnx-int4/cpu", 1e5, 5e-4),
-        ("tiny/qwen2-int4-cpu", 1e6, 4e-5),
-        ("tiny/qwen2-int4-cuda", 1e6, 2.6e-4),
-        ("tiny/qwen3-int4-cpu", 1e6, 4e-5),
-        ("tiny/qwen3-int4-cuda", 1e6, 2.6e-4),
+        ("models/qwen2-int4-cpu", 1e6, 4e-5),
+        ("models/qwen2-int4-cuda", 1e6, 2.6e-4),
+        ("models/qwen3-int4-cpu", 1e6, 4e-5),
+        ("models/qwen3-int4-cuda", 1e6, 2.6e-4),
     ] {
-        let Some(dir) = shared(part) else { return };
-        let fit = onnx::rope_fit(&onnx::load(&dir).unwrap()).unwrap();
+        let fit = onnx::rope_fit(&onnx::load(&data(part)).unwrap()).unwrap();
         println!("{part}: {fit:?}");
         assert_eq!(fit.base, base, "{part}");
         assert!(fit.max_error <= most, "{part}: {fit:?}");

@@ -4,20 +4,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The shared models: `$HEADRACE_SHARED/models`, else `shared/models` beside the workspace. Prints a line and gives
-/// `None` where they are missing.
-pub fn shared(part: &str) -> Option<PathBuf> {
-    let root = std::env::var_os("HEADRACE_SHARED").map(PathBuf::from).unwrap_or_else(|| {
-        let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-        let beside = workspace.join("../shared");
-        if beside.is_dir() { beside } else { workspace.join("../../shared") }
-    });
-    let path = root.join("models").join(part);
-    if path.exists() {
-        return Some(path);
-    }
-    println!("skipped: {} is missing", path.display());
-    None
+/// A folder or file of the workspace's `tests/data`.
+pub fn data(part: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data").join(part)
 }
 
 /// A directory that goes when dropped.

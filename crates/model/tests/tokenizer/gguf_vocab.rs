@@ -51,9 +51,10 @@ fn build(vocab: &GgufVocab) -> Result<Tokenizer, ModelError> {
 
 #[test]
 fn tiny_models_encode_alike_from_both_files() {
-    let pairs = [("tiny/qwen3-int4-cpu", "tiny/qwen3-Q8_0.gguf"), ("tiny/qwen2-int4-cpu", "tiny/qwen2-F16.gguf")];
+    let pairs =
+        [("models/qwen3-int4-cpu", "models/qwen3-Q8_0.gguf"), ("models/qwen2-int4-cpu", "models/qwen2-F16.gguf")];
     for (dir, gguf) in pairs {
-        let (Some(dir), Some(gguf)) = (shared::model(dir), shared::model(gguf)) else { return };
+        let (dir, gguf) = (shared::file(dir), shared::file(gguf));
         let json = Tokenizer::from_dir(&dir).unwrap();
         let gguf = Tokenizer::from_gguf(&gguf, &shared::gguf_vocab(&gguf)).unwrap();
         assert_eq!(json.special(), gguf.special());
