@@ -71,6 +71,16 @@ pub enum EngineError {
     /// Generations of others hold the KV pages that a batch needs.
     #[error("generations that were started elsewhere hold the KV pages that this one needs: end or close them first")]
     Busy,
+    /// What is wrong with one request of a list.
+    #[error("{list}[{index}]: {error}")]
+    Of {
+        /// Name of the list.
+        list: &'static str,
+        /// Place in it, from 0.
+        index: usize,
+        /// What is wrong.
+        error: Box<EngineError>,
+    },
     /// An error that several requests have in common.
     #[error(transparent)]
     Shared(std::sync::Arc<EngineError>),
@@ -86,12 +96,18 @@ pub enum EngineError {
 }
 
 impl EngineError {
-    /// The error itself, where several requests have it in common.
+    /// The error itself, where several requests have it in common or it names one of a list.
     pub fn root(&self) -> &EngineError {
         match self {
             EngineError::Shared(error) => error.root(),
+            EngineError::Of { error, .. } => error.root(),
             other => other,
         }
+    }
+
+    /// The error of request `index` of `list`.
+    pub fn of(self, list: &'static str, index: usize) -> EngineError {
+        EngineError::Of { list, index, error: Box::new(self) }
     }
 
     /// An argument that is out of range.

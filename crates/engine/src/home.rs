@@ -12,6 +12,7 @@ use headrace_provider::{
 use crate::auto::{self, Link};
 use crate::books::Books;
 use crate::budget::{Budget, Replan};
+use crate::cards::AbsentCard;
 use crate::dynamic::policy_limits;
 use crate::error::{EngineError, Result};
 use crate::laps::Laps;
@@ -113,13 +114,14 @@ impl Home {
         Ok(Home::Paged { budget, sizes })
     }
 
-    /// What [`Home::paged`] would do, without mapping anything.
+    /// What [`Home::paged`] would do, without mapping anything. If the device stands in for an `absent` card, the report says so.
     pub(crate) fn plan_paged(
         mut provider: Box<dyn Provider>,
         model: &Arc<ModelSpec>,
         options: &EngineOptions,
         mut sizes: Sizes,
         length: usize,
+        absent: Option<&AbsentCard>,
     ) -> Result<(MemoryReport, Trade)> {
         check_in_place(provider.as_ref(), options, &mut sizes)?;
         provider.attach(model.clone(), sizes.geometry)?;
@@ -127,8 +129,13 @@ impl Home {
         let layout = PieceLayout::new(model, options.piece_bytes.unwrap_or(info.piece_bytes));
         let mut needs = device_needs(provider.as_mut(), model, options, &layout, &mut sizes)?;
         needs.others = Books::others_of(provider.memory_key().as_deref());
+        if let Some(card) = absent {
+            needs.graphs = card.graph_bytes();
+            needs.assumed = Some(card.note.clone());
+        }
         let plan = MemoryPlan::new(&layout, info.granule, &needs, &sizes)?;
-        Ok((MemoryReport::of(model, &layout, &plan, &plan.placement), Trade::new(&layout, &plan, &sizes, length)))
+        let report = MemoryReport::of(model, &layout, &plan, &plan.placement);
+        Ok((MemoryReport { assumed: needs.assumed, ..report }, Trade::new(&layout, &plan, &sizes, length)))
     }
 
     /// What a residency policy would have to work with, without mapping anything.

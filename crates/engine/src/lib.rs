@@ -8,6 +8,7 @@
 pub mod auto;
 pub mod books;
 pub mod budget;
+mod cards;
 mod dynamic;
 pub mod engine;
 pub mod error;
@@ -32,6 +33,7 @@ mod setup;
 pub mod stats;
 pub mod trade;
 
+pub use cards::total_memory;
 pub use engine::{Engine, Hook, Limits, Logits, Progress};
 pub use error::{EngineError, Result};
 pub use inventory::Inventory;

@@ -85,6 +85,8 @@ pub struct DeviceNeeds {
     pub fixed: u64,
     /// What all captured graphs together may take.
     pub graphs: u64,
+    /// What is assumed where the device isn't here, and why; a sentence for a user.
+    pub assumed: Option<String>,
 }
 
 /// Sizes that a budget is made from, in bytes.
@@ -194,10 +196,9 @@ impl MemoryPlan {
             Need::new("kv", kv_one, format!("one sequence of max_context = {} positions", sizes.max_context)),
         ];
         if context > 0 {
-            needs.insert(
-                0,
-                Need::new("context", context, "what the process takes of the device once: context and kernels"),
-            );
+            let assumed = device.assumed.as_ref().map_or("", |_| "; assumed");
+            let why = format!("what the process takes of the device once: context and kernels{assumed}");
+            needs.insert(0, Need::new("context", context, why));
         }
         if others > 0 {
             let names: Vec<String> =
@@ -351,6 +352,8 @@ pub struct MemoryReport {
     pub host_mapped_bytes: u64,
     /// Pieces in read order.
     pub pieces: Vec<PieceEntry>,
+    /// What is assumed where the device isn't here, and why; `None` for one that is.
+    pub assumed: Option<String>,
 }
 
 impl MemoryReport {
@@ -387,6 +390,7 @@ impl MemoryReport {
             streamed_bytes,
             host_mapped_bytes,
             pieces,
+            assumed: None,
         }
     }
 }

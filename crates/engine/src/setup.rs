@@ -11,6 +11,7 @@ use headrace_provider::{DeviceError, Provider};
 use crate::auto::Link;
 #[cfg(feature = "cuda")]
 use crate::books::Books;
+use crate::cards::no_limit;
 use crate::error::{EngineError, Result};
 use crate::mode::PlacementMode;
 use crate::options::{DeviceChoice, EngineOptions};
@@ -50,7 +51,7 @@ pub(crate) struct Setup {
 }
 
 /// The limit of a host device that was given none, and of any device that is not managed: more than any machine has.
-const UNLIMITED: u64 = 1 << 46;
+pub(crate) const UNLIMITED: u64 = 1 << 46;
 
 impl Setup {
     /// Checks the options against the model.
@@ -97,7 +98,7 @@ impl Setup {
     pub(crate) fn device(&self, options: &EngineOptions) -> Result<Chosen> {
         let as_asked = |device| Ok(Chosen { device, asked_for: String::new() });
         match options.device {
-            DeviceChoice::Cpu => as_asked(cpu(options)?),
+            DeviceChoice::Cpu => as_asked(cpu(options, None)?),
             DeviceChoice::HostDevice => as_asked(host_device(options, self.max_context)?),
             DeviceChoice::Cuda(ordinal) => match cuda(ordinal, options, self.max_context) {
                 Ok(device) => as_asked(device),
@@ -107,25 +108,26 @@ impl Setup {
                 Ok(device) => as_asked(device),
                 Err(reason) => {
                     log::info!("device auto: computing on the CPU, because of CUDA: {reason}");
-                    Ok(Chosen { device: cpu(options)?, asked_for: format!("auto; no CUDA: {reason}") })
+                    Ok(Chosen { device: cpu(options, Some(&reason))?, asked_for: format!("auto; no CUDA: {reason}") })
                 }
             },
         }
     }
 }
 
-fn cpu(options: &EngineOptions) -> Result<Device> {
+/// The CPU; `auto` says why there is no card, if that was looked for.
+fn cpu(options: &EngineOptions, auto: Option<&str>) -> Result<Device> {
     if options.placement != PlacementMode::Auto {
-        let what = "the CPU reads weights from the file's mapping, and places nothing: leave it at auto";
+        let mut what =
+            "the CPU reads weights from the file's mapping, and places nothing: leave it at auto".to_string();
+        if let Some(reason) = auto {
+            what = format!("device = \"auto\" found no card ({reason}), and {what}, or give device = \"host-device\"");
+        }
         return Err(EngineError::argument("placement", options.placement.name(), what));
     }
     match options.vram_limit {
         None => Ok(Device::InPlace(Box::new(CpuProvider::new(CpuOptions { threads: options.threads, level: None })?))),
-        Some(limit) => Err(EngineError::argument(
-            "vram_limit",
-            limit,
-            "the CPU reads weights from the file's mapping and has no memory of its own to limit",
-        )),
+        Some(limit) => Err(EngineError::argument("vram_limit", limit, no_limit(auto))),
     }
 }
 

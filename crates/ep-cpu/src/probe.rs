@@ -93,6 +93,11 @@ fn memory_read(threads: usize, bytes: usize) -> f64 {
     best
 }
 
+/// Bytes of memory that this process may use of the host.
+pub fn memory_bytes() -> u64 {
+    physical_bytes() as u64
+}
+
 /// Measures the host. Takes under a second, and 64 MiB a core for that time, or an eighth of the memory where that is less.
 pub fn probe() -> HostProbe {
     let (cores, memory) = (default_threads(), physical_bytes());

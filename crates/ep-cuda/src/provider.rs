@@ -38,6 +38,8 @@ use crate::share::Share;
 use crate::stream::Streams;
 use crate::upload::{UploadCounters, Uploader};
 
+pub use graphs::GRAPH_BYTES;
+
 /// Bytes of a piece that the link carries at full speed.
 pub const PIECE_BYTES: u64 = 32 << 20;
 

@@ -80,7 +80,7 @@ pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
 }
 
 /// The device that a name stands for; `cuda:N` is card `N`.
-fn device_choice(name: &str) -> PyResult<DeviceChoice> {
+pub fn device_choice(name: &str) -> PyResult<DeviceChoice> {
     if let Some(ordinal) = name.strip_prefix("cuda:").and_then(|n| n.parse().ok()) {
         return Ok(DeviceChoice::Cuda(ordinal));
     }

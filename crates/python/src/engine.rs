@@ -9,9 +9,10 @@ use headrace_model::ChatMessage;
 use headrace_model::tokenizer::Tokenizer;
 use numpy::PyArray2;
 use parking_lot::Mutex;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::arguments::{GenerateArguments, LoadArguments, engine_options, policy_kind};
+use crate::arguments::{GenerateArguments, LoadArguments, device_choice, engine_options, policy_kind};
 use crate::errors::HeadraceError;
 use crate::guard::{Signals, Stop, Turn, Waiting, detached, may_wait};
 use crate::logs;
@@ -42,7 +43,19 @@ pub fn simulate(
     let options = engine_options(options)?;
     let kinds = policies.iter().map(|name| policy_kind(name)).collect::<PyResult<Vec<_>>>()?;
     logs::look_again(py);
-    to_json(&detached(py, move || Ok(headrace_engine::Engine::simulate(&path, &options, &kinds, steps)?))?)
+    to_json(&detached(py, move || {
+        let mut signals = Signals::new();
+        let mut hook = || signals.check(|_| Ok(()));
+        let result = headrace_engine::Engine::simulate(&path, &options, &kinds, steps, &mut hook);
+        signals.settle(result)
+    })?)
+}
+
+/// Bytes of memory of the device of that name. `ValueError` says why it has no such figure.
+#[pyfunction]
+pub fn total_memory(py: Python<'_>, device: &str) -> PyResult<u64> {
+    let device = device_choice(device)?;
+    detached(py, || Ok(headrace_engine::total_memory(device)))?.map_err(PyValueError::new_err)
 }
 
 /// JSON of a report.
@@ -59,6 +72,7 @@ pub struct Engine {
     eos: Vec<u32>,
     max_context: usize,
     vocab: usize,
+    device: String,
 }
 
 #[pymethods]
@@ -77,6 +91,7 @@ impl Engine {
             eos: engine.model().special.eos.clone(),
             max_context: engine.max_context(),
             vocab: engine.model().config.vocab,
+            device: engine.device().name,
             shared: Waiting::new(Arc::new(Mutex::new(engine))),
         })
     }
@@ -131,6 +146,12 @@ impl Engine {
         self.eos.clone()
     }
 
+    /// Name of the device that computes.
+    #[getter]
+    fn device(&self) -> &str {
+        &self.device
+    }
+
     /// Most positions of a sequence.
     #[getter]
     fn max_context(&self) -> usize {
@@ -169,8 +190,14 @@ impl Engine {
     }
 
     /// Starts a generation whose tokens are taken one by one.
-    fn stream(&self, py: Python<'_>, prompt: Vec<u32>, options: GenerateArguments) -> PyResult<TokenStream> {
-        TokenStream::start(py, self.shared.clone(), &prompt, options.into())
+    fn stream(
+        &self,
+        py: Python<'_>,
+        prompt: Vec<u32>,
+        options: GenerateArguments,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<TokenStream> {
+        TokenStream::start(py, self.shared.clone(), &prompt, options.into(), progress)
     }
 
     /// Starts a thread that runs continuous generation on this engine.

@@ -20,7 +20,7 @@ mod _core {
     #[pymodule_export]
     use super::engine::plan;
     #[pymodule_export]
-    use super::engine::simulate;
+    use super::engine::{simulate, total_memory};
     #[pymodule_export]
     use super::errors::{
         BudgetError, ContextLengthError, DeviceError, HeadraceError, ModelFormatError, NonFiniteError,

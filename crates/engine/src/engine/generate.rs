@@ -8,6 +8,9 @@ use crate::options::GenerationOptions;
 use crate::run::{Generation, Run};
 use crate::serve::{Batcher, Event};
 
+/// What errors call a list of requests.
+const PROMPTS: &str = "prompts";
+
 impl Engine {
     /// Runs one generation to its end. The hook is called before every step.
     pub fn generate(&mut self, prompt: &[u32], options: GenerationOptions, hook: &mut Hook<'_>) -> Result<Generation> {
@@ -30,15 +33,15 @@ impl Engine {
     /// and left room. Result `i` is what request `i` gives alone. The hook is called before every step.
     ///
     /// # Errors
-    /// The first request's that has one, as [`Engine::start`] and [`Engine::step`] have them; all requests are checked before
-    /// the first is computed.
+    /// The first request's that has one, as [`Engine::start`] and [`Engine::step`] have them, in [`EngineError::Of`] if it is that
+    /// request's own; all requests are checked before the first is computed.
     pub fn generate_all(
         &mut self,
         requests: Vec<(Vec<u32>, GenerationOptions)>,
         hook: &mut Hook<'_>,
     ) -> Result<Vec<Generation>> {
-        for (prompt, options) in &requests {
-            self.limits().check(prompt, options)?;
+        for (index, (prompt, options)) in requests.iter().enumerate() {
+            self.limits().check(prompt, options).map_err(|error| error.of(PROMPTS, index))?;
         }
         let mut results: Vec<Option<Generation>> = Vec::new();
         results.resize_with(requests.len(), || None);
@@ -59,8 +62,13 @@ impl Engine {
     fn batch_step(&mut self, batcher: &mut Batcher, results: &mut [Option<Generation>]) -> Result<()> {
         for event in batcher.step(self) {
             if let Event::Ended { id, outcome } = event {
-                let result = outcome.map_err(|error| Arc::try_unwrap(error).unwrap_or_else(EngineError::Shared))?;
-                if let Some(place) = results.get_mut(id.0 as usize) {
+                let index = id.0 as usize;
+                let result = outcome.map_err(|error| match Arc::try_unwrap(error) {
+                    Ok(own @ EngineError::NonFinite { .. }) => own.of(PROMPTS, index),
+                    Ok(other) => other,
+                    Err(shared) => EngineError::Shared(shared),
+                })?;
+                if let Some(place) = results.get_mut(index) {
                     *place = Some(result);
                 }
             }

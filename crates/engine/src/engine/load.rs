@@ -9,6 +9,7 @@ use headrace_provider::{DeviceReport, Provider, StepInput, StepOutput};
 
 use super::flight::Flights;
 use super::{Counters, Engine};
+use crate::cards::AbsentCard;
 use crate::error::{EngineError, Result};
 use crate::home::Home;
 use crate::inventory::Inventory;
@@ -18,7 +19,7 @@ use crate::options::EngineOptions;
 use crate::paged::PagedCounters;
 use crate::plan::MemoryReport;
 use crate::residency::{PolicyKind, Simulation, simulate};
-use crate::setup::{Chosen, Device, Setup};
+use crate::setup::{Chosen, Device, Setup, UNLIMITED};
 use crate::trade::Trade;
 
 impl Engine {
@@ -105,10 +106,11 @@ impl Engine {
     }
 
     /// What the model at `path` holds, and what the limit of `options` would mean for it and for batches of sequences of
-    /// `length` positions, without loading anything.
+    /// `length` positions, without loading anything. A card that isn't here is planned for with assumed figures, and the report
+    /// says so.
     ///
     /// # Errors
-    /// As [`Engine::load`].
+    /// As [`Engine::load`], but for a missing card.
     pub fn plan(
         path: &Path,
         options: &EngineOptions,
@@ -116,24 +118,40 @@ impl Engine {
     ) -> Result<(Inventory, Option<(MemoryReport, Trade)>)> {
         let model = Arc::new(headrace_model::load(path)?.spec);
         let setup = Setup::new(&model, options)?;
-        let device = setup.device(options)?.device;
-        let arranged = device.arranged(&model);
-        let memory = match device {
-            Device::InPlace(_) => None,
-            Device::Paged(provider, limit) => {
-                let length = length.unwrap_or(setup.max_context);
-                Some(Home::plan_paged(provider, &arranged, options, setup.sizes(options, limit), length)?)
+        let length = length.unwrap_or(setup.max_context);
+        let plan = |device: Device, options: &EngineOptions, absent: Option<&AbsentCard>| {
+            let arranged = device.arranged(&model);
+            match device {
+                Device::InPlace(_) => Ok(None),
+                Device::Paged(provider, limit) => {
+                    let sizes = setup.sizes(options, limit);
+                    Home::plan_paged(provider, &arranged, options, sizes, length, absent).map(Some)
+                }
             }
+        };
+        let memory = match AbsentCard::wanted(options) {
+            Some(card) => {
+                let limit = options.vram_limit.unwrap_or(UNLIMITED);
+                let device = Device::Paged(card.stand_in(setup.max_context)?, limit);
+                plan(device, &card.options(options), Some(&card))?
+            }
+            None => plan(setup.device(options)?.device, options, None)?,
         };
         Ok((Inventory::of(&model), memory))
     }
 
     /// What each policy of `kinds` would move for the model at `path` under the limit of `options`, over `steps` steps, without
-    /// loading anything.
+    /// loading anything. The hook is called before every step.
     ///
     /// # Errors
-    /// As [`Engine::load`]; [`EngineError::Argument`] on a device that reads weights in place.
-    pub fn simulate(path: &Path, options: &EngineOptions, kinds: &[PolicyKind], steps: u64) -> Result<Simulation> {
+    /// As [`Engine::load`]; [`EngineError::Argument`] on a device that reads weights in place; the hook's.
+    pub fn simulate(
+        path: &Path,
+        options: &EngineOptions,
+        kinds: &[PolicyKind],
+        steps: u64,
+        hook: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Simulation> {
         if !(2..=10_000).contains(&steps) {
             return Err(EngineError::argument("steps", steps, "must be 2 to 10000"));
         }
@@ -149,7 +167,7 @@ impl Engine {
             }
             Device::Paged(provider, limit) => {
                 let scenario = Home::scenario(provider, &model, &options, setup.sizes(&options, limit))?;
-                Ok(simulate(&scenario, kinds, steps))
+                simulate(&scenario, kinds, steps, hook)
             }
         }
     }

@@ -27,11 +27,13 @@ impl Engine {
     /// As [`Engine::start`]; [`EngineError::NonFinite`] if any logit is not finite.
     pub fn logits(&mut self, sequences: &[Vec<u32>], last_only: bool, hook: &mut Hook<'_>) -> Result<Logits> {
         let vocab = self.model.config.vocab;
-        for tokens in sequences {
-            self.limits().check_tokens(tokens)?;
-            if tokens.len() > self.max_context {
-                return Err(self.limits().context_error(tokens.len(), 0));
-            }
+        let limits = self.limits();
+        for (index, tokens) in sequences.iter().enumerate() {
+            let room = match tokens.len() > limits.max_context {
+                true => Err(limits.context_error(tokens.len(), 0)),
+                false => Ok(()),
+            };
+            limits.check_tokens(tokens).and(room).map_err(|error| error.of("sequences", index))?;
         }
         self.land();
         let mut out = Logits { values: Vec::new(), rows: 0, vocab };

@@ -19,7 +19,8 @@ pub(super) fn plan_under(budget: &Budget, sizes: &Sizes, limit: u64) -> Result<M
     // What is recorded by now is part of the device's own figure; what the plan set aside for it is not less.
     let plan = budget.plan();
     let fixed = plan.fixed.max(weights.provider().fixed_bytes());
-    let needs = DeviceNeeds { context: plan.context, others: budget.others(), fixed, graphs: plan.graphs };
+    let needs =
+        DeviceNeeds { context: plan.context, others: budget.others(), fixed, graphs: plan.graphs, assumed: None };
     let sizes = Sizes { limit, ..sizes.clone() };
     MemoryPlan::new(weights.schedule_layout(), weights.granule(), &needs, &sizes)
 }
@@ -64,5 +65,6 @@ pub(super) fn device_needs(
     }
     let fixed = provider.fixed_bytes() + program;
     let context = provider.shared_bytes();
-    Ok(DeviceNeeds { context, others: Others::default(), fixed, graphs: provider.graph_allowance() })
+    let graphs = provider.graph_allowance();
+    Ok(DeviceNeeds { context, others: Others::default(), fixed, graphs, assumed: None })
 }

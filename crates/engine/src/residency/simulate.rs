@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use crate::error::Result;
 use crate::layout::PieceLayout;
 use crate::residency::cache::{Access, ResidencyCache};
 use crate::residency::fixed::largest_sum;
@@ -74,14 +75,23 @@ pub struct Scenario {
     pub schedule_bytes: u64,
 }
 
-/// Runs `steps` steps (at least 2) of every policy of `kinds`.
-pub fn simulate(scenario: &Scenario, kinds: &[PolicyKind], steps: u64) -> Simulation {
+/// Runs `steps` steps (at least 2) of every policy of `kinds`. The hook is called before every step, and ends the simulation with
+/// its error.
+///
+/// # Errors
+/// The hook's.
+pub fn simulate(
+    scenario: &Scenario,
+    kinds: &[PolicyKind],
+    steps: u64,
+    hook: &mut dyn FnMut() -> Result<()>,
+) -> Result<Simulation> {
     let Scenario { layout, limits, pinned, .. } = scenario;
     let sizes: Vec<u64> = layout.pieces.iter().map(|p| p.weight_bytes).collect();
     let best = largest_sum(&sizes, limits.budget);
     let most_kept = if best.exact { best.sum } else { limits.budget.min(layout.weight_bytes) };
     let pinned_sizes = sizes.iter().zip(pinned).filter(|(_, p)| **p).map(|(s, _)| s);
-    Simulation {
+    Ok(Simulation {
         steps: steps.max(2),
         step_bytes: layout.weight_bytes,
         accesses: layout.pieces.len() as u64,
@@ -90,11 +100,16 @@ pub fn simulate(scenario: &Scenario, kinds: &[PolicyKind], steps: u64) -> Simula
         pinned_bytes: pinned_sizes.sum(),
         optimum_bytes: layout.weight_bytes - most_kept,
         schedule_bytes: scenario.schedule_bytes,
-        policies: kinds.iter().map(|&kind| outcome(scenario, kind, steps.max(2))).collect(),
-    }
+        policies: kinds.iter().map(|&kind| outcome(scenario, kind, steps.max(2), hook)).collect::<Result<_>>()?,
+    })
 }
 
-fn outcome(scenario: &Scenario, kind: PolicyKind, steps: u64) -> PolicyOutcome {
+fn outcome(
+    scenario: &Scenario,
+    kind: PolicyKind,
+    steps: u64,
+    hook: &mut dyn FnMut() -> Result<()>,
+) -> Result<PolicyOutcome> {
     let layout = scenario.layout.clone();
     let mut cache =
         ResidencyCache::new(layout, scenario.granule, kind, scenario.pinned.clone(), scenario.schedule.clone());
@@ -104,11 +119,12 @@ fn outcome(scenario: &Scenario, kind: PolicyKind, steps: u64) -> PolicyOutcome {
         if step == steps / 2 {
             half_way = *cache.counters();
         }
+        hook()?;
         run_step(&mut cache);
     }
     let steady = cache.counters().since(&half_way);
     let per_step = |count: u64| count as f64 / (steps - steps / 2) as f64;
-    PolicyOutcome {
+    Ok(PolicyOutcome {
         policy: kind.name().to_string(),
         bytes_per_step: per_step(steady.page_in_bytes),
         hits_per_step: per_step(steady.hits),
@@ -118,7 +134,7 @@ fn outcome(scenario: &Scenario, kind: PolicyKind, steps: u64) -> PolicyOutcome {
         byte_hit_rate: steady.byte_hit_rate().unwrap_or(0.0),
         bypassed_share: steady.bypassed_share().unwrap_or(0.0),
         total_bytes: cache.counters().page_in_bytes,
-    }
+    })
 }
 
 /// Reads every piece once, in read order, as if every move succeeded.

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::simulate::{Scenario, run_step};
 use super::*;
+use crate::error::EngineError;
 use crate::layout::{Piece, PieceLayout, Run};
 
 /// One piece a size, packed without gaps.
@@ -32,6 +33,10 @@ fn scenario(sizes: &[u64], budget: u64, pinned: &[usize]) -> Scenario {
     }
 }
 
+fn simulated(s: &Scenario, kinds: &[PolicyKind], steps: u64) -> Simulation {
+    simulate(s, kinds, steps, &mut || Ok(())).unwrap()
+}
+
 fn cache(s: &Scenario, kind: PolicyKind) -> ResidencyCache {
     let mut cache = ResidencyCache::new(s.layout.clone(), s.granule, kind, s.pinned.clone(), s.schedule.clone());
     cache.set_limits(s.limits);
@@ -39,7 +44,7 @@ fn cache(s: &Scenario, kind: PolicyKind) -> ResidencyCache {
 }
 
 fn hits(kind: PolicyKind, steps: u64) -> f64 {
-    simulate(&scenario(&[10; 20], 120, &[]), &[kind], steps).policies[0].hits_per_step
+    simulated(&scenario(&[10; 20], 120, &[]), &[kind], steps).policies[0].hits_per_step
 }
 
 #[test]
@@ -53,8 +58,19 @@ fn a_cyclic_scan_larger_than_the_budget_washes_lru_out_and_nothing_else() {
 }
 
 #[test]
+fn a_hook_that_fails_ends_a_simulation_before_the_next_step() {
+    let mut asked = 0;
+    let result = simulate(&scenario(&[10; 20], 120, &[]), &PolicyKind::ALL, 10_000, &mut || {
+        asked += 1;
+        if asked == 3 { Err(EngineError::Interrupted) } else { Ok(()) }
+    });
+    assert!(matches!(result, Err(EngineError::Interrupted)), "{result:?}");
+    assert_eq!(asked, 3);
+}
+
+#[test]
 fn lru_hits_everything_once_everything_fits() {
-    let outcome = simulate(&scenario(&[10; 20], 200, &[]), &PolicyKind::ALL, 4);
+    let outcome = simulated(&scenario(&[10; 20], 200, &[]), &PolicyKind::ALL, 4);
     for p in &outcome.policies {
         assert_eq!((p.hits_per_step, p.bytes_per_step, p.total_bytes), (20.0, 0.0, 200), "{}", p.policy);
     }
@@ -64,7 +80,7 @@ fn lru_hits_everything_once_everything_fits() {
 fn a_size_blind_order_keeps_the_small_and_streams_the_large() {
     // Room for all ten small pieces, which come first, or for a large one and four of them.
     let sizes = [5, 5, 5, 5, 5, 40, 5, 5, 5, 5, 5, 40];
-    let result = simulate(&scenario(&sizes, 64, &[]), &[PolicyKind::Stable, PolicyKind::ByteAware], 20);
+    let result = simulated(&scenario(&sizes, 64, &[]), &[PolicyKind::Stable, PolicyKind::ByteAware], 20);
     let (stable, byte_aware) = (&result.policies[0], &result.policies[1]);
     assert_eq!((stable.hits_per_step, stable.bytes_per_step), (10.0, 80.0));
     assert_eq!((byte_aware.hits_per_step, byte_aware.bytes_per_step), (5.0, 70.0));
@@ -214,7 +230,7 @@ proptest! {
             }
         }
         if pinned.is_empty() {
-            prop_assert_eq!(simulate(&s, &[], 2).optimum_bytes, optimum[9]);
+            prop_assert_eq!(simulated(&s, &[], 2).optimum_bytes, optimum[9]);
         }
     }
 
