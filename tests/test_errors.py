@@ -25,8 +25,9 @@ def test_every_error_is_a_headrace_error() -> None:
 
 
 def test_missing_file() -> None:
-    with pytest.raises(FileNotFoundError, match="no-such-model"):
-        headrace.Engine.load("no-such-model.gguf")
+    for call in (headrace.Engine.load, headrace.plan, headrace.simulate):
+        with pytest.raises(FileNotFoundError, match="^no-such-model.gguf: .* the names are: .*smollm2-135m.* by its path"):
+            call("no-such-model.gguf")
 
 
 def test_wrong_magic(tmp_path: Path) -> None:
@@ -64,6 +65,18 @@ def test_context_length(engine: headrace.Engine) -> None:
         engine.logits([[1] * 8193])
 
 
+def test_what_is_wrong_with_one_prompt_of_a_list_names_it(engine: headrace.Engine) -> None:
+    for call in (
+        lambda prompts: engine.generate(prompts, max_new_tokens=1),
+        lambda prompts: engine.decode_greedy_batch(prompts, max_new_tokens=1),
+    ):
+        with pytest.raises(headrace.ContextLengthError, match=r"^prompts\[2\]: 8192 tokens of prompt and 1 new ones exceed"):
+            call([[1], [2], [1] * 8192, [1] * 8192])
+    with pytest.raises(headrace.ContextLengthError, match=r"^sequences\[1\]: 8193 tokens"):
+        engine.logits([[1], [1] * 8193])
+    assert engine.stats().kv.sequences == 0
+
+
 def test_arguments(smollm2: Path, engine: headrace.Engine) -> None:
     with pytest.raises(ValueError, match='device = "gpu": must be one of "auto", "cpu"'):
         headrace.Engine.load(smollm2, device="gpu")  # type: ignore[arg-type]
@@ -72,7 +85,7 @@ def test_arguments(smollm2: Path, engine: headrace.Engine) -> None:
     with pytest.raises(ValueError, match="threads = 0"):
         headrace.Engine.load(smollm2, threads=0)
     with pytest.raises(ValueError, match="at least one token"):
-        engine.generate([])
+        engine.generate([[]])
     with pytest.raises(ValueError, match="49152 tokens"):
         engine.generate([49152])
     with pytest.raises(ValueError, match="temperature"):
@@ -93,6 +106,9 @@ def test_non_finite_logits(smollm2: Path, tmp_path: Path) -> None:
     engine = headrace.Engine.load(path)
     with pytest.raises(headrace.NonFiniteError, match="position 2"):
         engine.generate([1, 2, 3], max_new_tokens=2)
+    # The one prompt of a list that can't be gone on with is named; here that is the first.
+    with pytest.raises(headrace.NonFiniteError, match=r"^prompts\[0\]: .*position 2"):
+        engine.generate([[1, 2, 3]], max_new_tokens=2)
     assert engine.stats().kv.pages == 0
 
 

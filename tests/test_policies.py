@@ -8,7 +8,7 @@ from pathlib import Path
 import headrace
 import pytest
 from conftest import golden
-from headrace._options import POLICIES, Policy
+from headrace._arguments.tables import POLICIES, Policy
 
 PROMPT = golden("gguf-q4_1-exact-fp64")["prompts"]["long"]["prompt_ids"][:40]
 NEW_TOKENS = 6

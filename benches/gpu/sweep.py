@@ -24,7 +24,7 @@ import headrace
 import make_model
 import numpy as np
 import sweep_report
-from headrace._options import POLICIES
+from headrace._arguments.tables import POLICIES
 from instruments import HBM, LINK, add_arguments, header, sound
 from run import limits_of
 

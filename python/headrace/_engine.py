@@ -11,24 +11,30 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace import _core
-from headrace._catalog import resolve
-from headrace._options import (
+from headrace._arguments import prompts as prompt_arguments
+from headrace._arguments.kinds import made_by
+from headrace._arguments.tables import (
+    FLAG,
+    LENGTH,
+    LIMIT,
+    NEW_TOKENS,
+    PROGRESS,
+    TEXT,
     Activations,
     Device,
     KvDtype,
     KvLayout,
     Placement,
     Policy,
-    generate_options,
-    load_options,
-    per_prompt,
 )
+from headrace._catalog import resolve
+from headrace._options import GenerateOptions, drawn_seed, fresh_seed, generate_options, load_options, share_of_device
 from headrace._plan import Plan, Trade
 from headrace._progress import GenerationProgress
 from headrace._residency import TensorTrace
 from headrace._results import BatchResult, Generation, Stream, generation, generation_stats
 from headrace._serve import Server
-from headrace._sizes import parse_size
+from headrace._sizes import Share
 from headrace._stats import Stats
 
 
@@ -44,6 +50,7 @@ class Engine:
 
     def __init__(self, inner: _core.Engine) -> None:
         """Not for use: see `Engine.load`."""
+        made_by("headrace.Engine.load(...)", inner, _core.Engine)
         self._inner = inner
 
     @classmethod
@@ -80,7 +87,8 @@ class Engine:
                 that card or an error; `"cpu"` computes on the host's cores, reading weights from the file's mapping;
                 `"host-device"` does too, but in a memory of its own that is limited, mapped and streamed into as a card's
                 is.
-            vram_limit: Most bytes that everything on the device may take: an int, or a size such as `"8GiB"` or `"80%"`.
+            vram_limit: Most bytes that everything on the device may take: an int, a size such as `"8GiB"`, or a percentage of the
+                device's memory such as `"80%"`.
                 Weights that don't fit are streamed. It holds for all engines of this process on a card together, and the last limit given
                 counts. Default: the one in force, else no limit.
             placement: Where weights are read from; never changes a token. `"auto"` keeps them all resident if they fit beside
@@ -116,9 +124,12 @@ class Engine:
             ModelFormatError: A file is damaged.
             UnsupportedModelError: A file is sound, but asks for something that Headrace doesn't do.
             DeviceError: The device refused memory or failed.
-            ValueError: An argument is out of range.
+            ValueError: An argument is out of range; the text names it, what was given, and what is allowed.
+            TypeError: An argument is of another type; the text likewise.
+            FileNotFoundError: There is no such file, and no model of that name in the catalogue.
             OSError: A file can't be read.
         """
+        path = resolve(model)
         options = load_options(
             device=device,
             vram_limit=vram_limit,
@@ -140,15 +151,16 @@ class Engine:
             pin_threshold=pin_threshold,
             policy_budget=policy_budget,
         )
-        return cls(_core.Engine.load(resolve(model), options))
+        return cls(_core.Engine.load(path, options))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`. `add_special` puts the tokens in front that the model wants there."""
-        return self._inner.encode(text, add_special=add_special)
+        return self._inner.encode(TEXT.check("text", text), add_special=FLAG.check("add_special", add_special))
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `token_ids`."""
-        return self._inner.decode(list(token_ids), skip_special=skip_special)
+        ids = prompt_arguments.token_ids("token_ids", token_ids, self.vocab_size)
+        return self._inner.decode(ids, skip_special=FLAG.check("skip_special", skip_special))
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
@@ -169,7 +181,7 @@ class Engine:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
         stop_tokens: Sequence[int] | None = None,
         speculation: int = 0,
         keep_logits: bool = False,
@@ -184,7 +196,7 @@ class Engine:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
         stop_tokens: Sequence[int] | None = None,
         speculation: int = 0,
         keep_logits: bool = False,
@@ -198,7 +210,7 @@ class Engine:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
         stop_tokens: Sequence[int] | None = None,
         speculation: int = 0,
         keep_logits: bool = False,
@@ -215,7 +227,8 @@ class Engine:
             temperature: 0 is the greedy choice: the largest logit, of equal ones the lower id. Above 0 a token is drawn.
             top_k: Draw from the `top_k` most likely tokens; 0 for all.
             top_p: Draw from the smallest set of tokens whose probabilities add up to `top_p`; 1 for all.
-            seed: Seed of the draws.
+            seed: Seed of the draws: the same seed gives the same tokens. Default: a fresh one for each prompt, which the result
+                reports.
             stop_tokens: Tokens that end the generation and are not part of it. Default: the model's own; `()` for none.
             speculation: Most tokens that a step verifies beyond the one that it is for, drafted from what the sequence said
                 before; 0 for none. Greedy choices only. Never changes a token: it saves steps where a text repeats itself.
@@ -226,7 +239,11 @@ class Engine:
             ContextLengthError: Prompt and `max_new_tokens` don't fit `max_context`.
             NonFiniteError: A logit is not finite.
             ValueError: An argument is out of range.
+            TypeError: An argument is of another type.
+
+        What is wrong with one prompt of a list is raised with its place in it.
         """
+        checked = prompt_arguments.one_or_more("prompt", prompt, self.vocab_size)
         options = generate_options(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -237,12 +254,18 @@ class Engine:
             speculation=speculation,
             keep_logits=keep_logits,
         )
-        if isinstance(prompt, str) or len(prompt) == 0 or not isinstance(prompt[0], (str, Sequence, np.ndarray)):
-            with GenerationProgress(progress, max_new_tokens) as bars:
-                return generation(self._inner.generate(self._prompt_ids(prompt), options, bars.callback), self)  # type: ignore[arg-type]
-        with GenerationProgress(progress, max_new_tokens and max_new_tokens * len(prompt)) as bars:
-            prompts = [(self._prompt_ids(p), options) for p in prompt]  # type: ignore[arg-type]
-            return [generation(row, self) for row in self._inner.generate_all(prompts, bars.callback)]
+        progress, new = PROGRESS.check("progress", progress), options["max_new_tokens"]
+        if prompt_arguments.is_one(checked):
+            ids = self._prompt_ids(checked)  # type: ignore[arg-type]
+            with GenerationProgress(progress, new) as bars:
+                return generation(self._inner.generate(ids, options, bars.callback), self, drawn_seed(options))
+        requests = [(self._prompt_ids(p), options) for p in checked]  # type: ignore[arg-type]
+        if seed is None and drawn_seed(options) is not None:
+            requests = [(ids, {**options, "seed": fresh_seed()}) for ids, options in requests]
+        with GenerationProgress(progress, new and new * len(requests)) as bars:
+            rows = self._inner.generate_all(requests, bars.callback)
+        seeds = [drawn_seed(options) for _, options in requests]
+        return [generation(row, self, seed) for row, seed in zip(rows, seeds, strict=True)]
 
     def stream(
         self,
@@ -252,14 +275,17 @@ class Engine:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
         stop_tokens: Sequence[int] | None = None,
         speculation: int = 0,
+        progress: bool | None = None,
     ) -> Stream:
         """Continues a prompt, giving the text piece by piece. Arguments and errors as for `generate`.
 
-        A piece always holds whole characters; all pieces together are `generate(...).text`.
+        A piece always holds whole characters; all pieces together are `generate(...).text`. Progress is shown until the first
+        token.
         """
+        checked = prompt_arguments.prompt("prompt", prompt, self.vocab_size)
         options = generate_options(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -269,7 +295,9 @@ class Engine:
             stop_tokens=self._stop_tokens(stop_tokens),
             speculation=speculation,
         )
-        return Stream(self._inner.stream(self._prompt_ids(prompt), options))
+        bars = GenerationProgress(PROGRESS.check("progress", progress), None)
+        inner = self._inner.stream(self._prompt_ids(checked), options, bars.prompt_callback)
+        return Stream(inner, bars, drawn_seed(options))
 
     def serve(self) -> Server:
         """Starts continuous generation: a thread that takes requests at any time and works on `max_batch` of them at once.
@@ -304,23 +332,15 @@ class Engine:
         Raises:
             ValueError: As many numbers or sequences as prompts are needed and there are not.
         """
-        most = per_prompt("max_new_tokens", max_new_tokens, len(prompts), isinstance(max_new_tokens, (int, np.integer)))
-        one = stop_tokens is None or not any(isinstance(s, (Sequence, np.ndarray)) for s in stop_tokens)
-        stops = per_prompt("stop_tokens", stop_tokens, len(prompts), one)
-        requests = [
-            (
-                self._prompt_ids(prompt),
-                generate_options(
-                    max_new_tokens=new,
-                    temperature=0.0,
-                    top_k=0,
-                    top_p=1.0,
-                    seed=0,
-                    stop_tokens=self._stop_tokens(stop),
-                    speculation=speculation,
-                ),
-            )
-            for prompt, new, stop in zip(prompts, most, stops, strict=True)
+        checked = prompt_arguments.prompts("prompts", prompts, self.vocab_size)
+        most = prompt_arguments.for_each_prompt("max_new_tokens", max_new_tokens, len(checked), NEW_TOKENS)
+        stops = prompt_arguments.stop_tokens_for_each("stop_tokens", stop_tokens, len(checked), self.vocab_size)
+        one = generate_options(stop_tokens=[], speculation=speculation)
+        progress = PROGRESS.check("progress", progress)
+        default = self.eos_token_ids
+        requests: list[tuple[list[int], GenerateOptions]] = [
+            (self._prompt_ids(prompt), {**one, "max_new_tokens": new, "stop_tokens": default if stop is None else stop})
+            for prompt, new, stop in zip(checked, most, stops, strict=True)
         ]
         with GenerationProgress(progress, sum(most)) as bars:
             rows = self._inner.generate_all(requests, bars.callback)
@@ -340,7 +360,8 @@ class Engine:
 
         Row `j` of a sequence is what the model says after its first `j + 1` tokens. `last_only` gives one row a sequence.
         """
-        return self._inner.logits([list(s) for s in sequences], last_only=last_only)
+        checked = prompt_arguments.sequences("sequences", sequences, self.vocab_size)
+        return self._inner.logits(checked, last_only=FLAG.check("last_only", last_only))
 
     @property
     def plan(self) -> Plan:
@@ -352,7 +373,7 @@ class Engine:
 
         `None` on a device that reads weights in place.
         """
-        return Plan.from_json(self._inner.plan(length)).trade
+        return Plan.from_json(self._inner.plan(LENGTH.check("length", length))).trade
 
     @property
     def max_context(self) -> int:
@@ -384,7 +405,10 @@ class Engine:
         Raises `BudgetError` if the new limit can't hold what has to fit, `HeadraceError` if live sequences were promised
         more, and `ValueError` on a device that has no limit. Nothing has changed then.
         """
-        self._inner.set_vram_limit(parse_size("vram_limit", vram_limit))
+        limit = LIMIT.check("vram_limit", vram_limit)
+        if isinstance(limit, Share):
+            limit = share_of_device("vram_limit", str(vram_limit), limit, self._inner.device)
+        self._inner.set_vram_limit(limit)
 
     def weight_checksums(self) -> list[int | None]:
         """A checksum of every piece of weights that is resident, read back from the device; `None` for the others.
@@ -401,8 +425,11 @@ class Engine:
         """Opens a new window: totals and the trace of a policy start at 0, gauges stay."""
         self._inner.reset_stats()
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt that was checked."""
+        return self._inner.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
 
     def _stop_tokens(self, stop_tokens: Sequence[int] | None) -> list[int]:
-        return self.eos_token_ids if stop_tokens is None else list(stop_tokens)
+        """Stop tokens, checked; the model's own by default."""
+        checked = prompt_arguments.stop_tokens("stop_tokens", stop_tokens, self.vocab_size)
+        return self.eos_token_ids if checked is None else checked

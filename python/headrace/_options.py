@@ -1,25 +1,15 @@
-"""Loading options: their types, and the form in which the core takes them."""
+"""Options in the form in which the core takes them. What they may be is said in `_arguments`."""
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, TypedDict
 
-from headrace._sizes import parse_size
-
-Device = Literal["auto", "cpu", "cuda", "host-device"]
-Activations = Literal["int16", "int8"]
-KvDtype = Literal["float16", "float32"]
-KvLayout = Literal["head-major", "seq-major"]
-Placement = Literal["auto", "resident", "stream", "zero-copy", "hybrid", "unmanaged"]
-Policy = Literal["static", "stable", "lru", "mru", "smallest", "largest", "byte-aware"]
-
-POLICIES: tuple[Policy, ...] = get_args(Policy)
-"""Every residency policy."""
-
-PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
-"""Every placement mode."""
+from headrace import _core
+from headrace._arguments import tables
+from headrace._arguments.tables import Activations, Device, KvDtype, KvLayout, Placement, Policy
+from headrace._sizes import Share
 
 
 class LoadOptions(TypedDict):
@@ -61,35 +51,41 @@ class GenerateOptions(TypedDict):
 
 def generate_options(
     *,
-    max_new_tokens: int | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
     stop_tokens: list[int],
-    speculation: int,
+    speculation: int = 0,
     keep_logits: bool = False,
 ) -> GenerateOptions:
-    """The options of a generation as the core takes and checks them."""
-    return {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "stop_tokens": stop_tokens,
-        "speculation": speculation,
-        "keep_logits": keep_logits,
-    }
+    """The options of a generation, checked, but for `stop_tokens`, which were. Without a seed, a fresh one if anything is drawn."""
+    checked: dict[str, Any] = tables.check_all(
+        tables.GENERATE,
+        {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+            "speculation": speculation,
+            "keep_logits": keep_logits,
+        },
+    )
+    if checked["seed"] is None:
+        checked["seed"] = fresh_seed() if checked["temperature"] > 0 else 0
+    return {**checked, "stop_tokens": stop_tokens}  # type: ignore[typeddict-item]
 
 
-def per_prompt(name: str, value: Any, count: int, one: bool) -> list[Any]:
-    """A value for each of `count` prompts: `value` if it is `one` for all, else its elements."""
-    if one:
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name}: {len(value)} given for {count} prompts")
-    return list(value)
+def fresh_seed() -> int:
+    """A seed that was not used before, of 53 bits: every JSON reader takes it as it is."""
+    return secrets.randbits(53)
+
+
+def drawn_seed(options: GenerateOptions) -> int | None:
+    """The seed that a generation with these options draws with; `None` for a greedy one, which draws nothing."""
+    return options["seed"] if options["temperature"] > 0 else None
 
 
 def load_options(
@@ -114,37 +110,17 @@ def load_options(
     pin_threshold: int | str | None = None,
     policy_budget: int | str | None = None,
 ) -> LoadOptions:
-    """The options as the core takes them. Sizes are parsed here; everything else is checked by the core."""
-    return {
-        "device": device,
-        "vram_limit": None if vram_limit is None else parse_size("vram_limit", vram_limit, _total_memory(device)),
-        "placement": placement,
-        "host_mapped_budget": _or_zero("host_mapped_budget", host_mapped_budget),
-        "headroom": _or_zero("headroom", headroom),
-        "max_context": max_context,
-        "max_batch": max_batch,
-        "prefill_chunk": prefill_chunk,
-        "steps_in_flight": steps_in_flight,
-        "activations": activations,
-        "kv_dtype": kv_dtype,
-        "kv_layout": kv_layout,
-        "threads": threads,
-        "piece_bytes": None if piece_bytes is None else parse_size("piece_bytes", piece_bytes),
-        "ring_slots": ring_slots,
-        "policy": policy,
-        "pinned": [pinned] if isinstance(pinned, str) else list(pinned),
-        "pin_threshold": 0 if pin_threshold is None else parse_size("pin_threshold", pin_threshold),
-        "policy_budget": None if policy_budget is None else parse_size("policy_budget", policy_budget),
-    }
+    """The options of an engine, checked, sizes in bytes. What depends on the model or on other options the core checks."""
+    checked: dict[str, Any] = tables.check_all(tables.LOAD, dict(locals()))
+    if isinstance(checked["vram_limit"], Share):
+        checked["vram_limit"] = share_of_device("vram_limit", str(vram_limit), checked["vram_limit"], checked["device"])
+    checked["pin_threshold"] = checked["pin_threshold"] or 0
+    return checked  # type: ignore[return-value]
 
 
-def _or_zero(name: str, value: int | str | None) -> int | None:
-    """Bytes of a size that may be 0, or `None`."""
-    return value if value is None or isinstance(value, int) else parse_size(name, value)
-
-
-def _total_memory(device: Device) -> int | None:
-    """Bytes of which a percentage is taken: the host's memory for a host device."""
-    if device != "host-device":
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def share_of_device(name: str, value: str, share: Share, device: str) -> int:
+    """Bytes of a share of a device's memory. Raises `ValueError` that says why, if the device has no such figure."""
+    try:
+        return share.of(_core.total_memory(device))
+    except ValueError as error:
+        raise ValueError(f'{name} = "{value}": {error}') from None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from headrace import _core
 from headrace._catalog import resolve
-from headrace._options import Activations, Device, KvDtype, KvLayout, Placement, load_options
+from headrace._arguments.tables import LENGTH, Activations, Device, KvDtype, KvLayout, Placement
+from headrace._options import load_options
 from headrace._records import Record
 
 
@@ -131,6 +132,8 @@ class MemoryPlan(Record):
     """Weights that every step reads in place on the host."""
     pieces: tuple[PieceEntry, ...]
     """In read order."""
+    assumed: str | None
+    """What was assumed of a card that isn't here, and why it isn't; `None` for a device that is here."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +215,11 @@ def plan(
     """Reads a model's files and returns what a step would read, without loading anything.
 
     `model` and the options are those of `Engine.load`; `length` is that of the sequences in `Plan.trade`, by default
-    `max_context`. Raises what that would, `BudgetError` for a limit that can't work
-    among them.
+    `max_context`. Raises what that would, `BudgetError` for a limit that can't work among them. A card need not be here:
+    `device="cuda"`, or a limit or a placement with `"auto"`, is planned with assumed figures then, and `Plan.memory.assumed` says so.
     """
+    path = resolve(model)
+    length = LENGTH.check("length", length)
     options = load_options(
         device=device,
         vram_limit=vram_limit,
@@ -230,4 +235,4 @@ def plan(
         piece_bytes=piece_bytes,
         ring_slots=ring_slots,
     )
-    return Plan.from_json(_core.plan(resolve(model), options, length))
+    return Plan.from_json(_core.plan(path, options, length))

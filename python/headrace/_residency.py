@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace import _core
+from headrace._arguments.tables import POLICIES, SIMULATED_POLICIES, SIMULATED_STEPS, Device, KvDtype, KvLayout, Policy
 from headrace._catalog import resolve
-from headrace._options import POLICIES, Device, KvDtype, KvLayout, Policy, load_options
+from headrace._options import load_options
 from headrace._records import Record
 
 
@@ -117,8 +118,9 @@ def simulate(
     A step reads every piece of weights once, in read order. The other options are those of `Engine.load`; raises what that
     would.
     """
-    if not policies:
-        raise ValueError(f"policies = {policies!r}: must name at least one of {', '.join(POLICIES)}")
+    path = resolve(model)
+    names = SIMULATED_POLICIES.check("policies", policies)
+    steps = SIMULATED_STEPS.check("steps", steps)
     options = load_options(
         device=device,
         vram_limit=vram_limit,
@@ -129,9 +131,9 @@ def simulate(
         kv_layout=kv_layout,
         piece_bytes=piece_bytes,
         ring_slots=ring_slots,
-        policy=policies[0],
+        policy=names[0],
         pinned=pinned,
         pin_threshold=pin_threshold,
         policy_budget=policy_budget,
     )
-    return Simulation.from_dict(json.loads(_core.simulate(resolve(model), options, list(policies), steps)))
+    return Simulation.from_dict(json.loads(_core.simulate(path, options, names, steps)))

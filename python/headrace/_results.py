@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace import _core
+from headrace._arguments.kinds import made_by
+from headrace._progress import GenerationProgress
 from headrace._records import Record
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class Generation(Record):
     """`stop`: a stop token was chosen; `length`: `max_new_tokens` were given; `context`: `max_context` is full;
     `cancelled`: the request was cancelled, and these are the tokens that it had."""
     stats: GenerationStats
+    seed: int | None = None
+    """The seed that its tokens were drawn with: given again, it gives them again. `None` where the choice was greedy."""
     logits: npt.NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     """`(choices, vocab)`: the logits of each choice, that of a stop token included, if `keep_logits` asked for them."""
 
@@ -84,11 +88,11 @@ class BatchResult(Record):
         return [int(t) for t in self.token_ids[row, : self.lengths[row]]]
 
 
-def generation(row: _core._GenerationTuple, engine: Engine) -> Generation:
+def generation(row: _core._GenerationTuple, engine: Engine, seed: int | None) -> Generation:
     """The result of a generation as the core reports it, with its text."""
     text = engine.decode(row[0]) if engine._inner.has_tokenizer else ""
     return Generation(
-        text=text, token_ids=tuple(row[0]), finish_reason=row[1], stats=generation_stats(row), logits=row[8]
+        text=text, token_ids=tuple(row[0]), finish_reason=row[1], stats=generation_stats(row), seed=seed, logits=row[8]
     )
 
 
@@ -109,23 +113,32 @@ def generation_stats(row: _core._GenerationTuple) -> GenerationStats:
 class Stream:
     """An iterator over the text of one generation, as it is made. Made by `Engine.stream`.
 
-    Leaving it early, by `close()` or as a context manager, gives its memory back at once.
+    Leaving it early, by `close()` or as a context manager, gives its memory back at once. A stream is for one thread at a time;
+    `close()`, `token_ids` and `finish_reason` may be used from any.
     """
 
-    def __init__(self, inner: _core.TokenStream) -> None:
+    def __init__(self, inner: _core.TokenStream, bars: GenerationProgress, seed: int | None) -> None:
+        """Not for use: see `Engine.stream`."""
+        made_by("Engine.stream(...)", inner, _core.TokenStream)
         self._inner = inner
+        self._bars = bars
+        self._seed = seed
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         while True:
-            text, _ = next(self._inner)
+            try:
+                text, _ = next(self._inner)
+            finally:
+                # The prompt is done, or nothing more comes: the bar makes room for the text.
+                self._bars.stop()
             if text:
                 return text
 
     def close(self) -> None:
-        """Ends the generation."""
+        """Ends the generation: nothing more comes. While another thread waits for a piece, it ends once that step is over."""
         self._inner.close()
 
     def __enter__(self) -> Stream:
@@ -135,6 +148,11 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that its tokens are drawn with; `None` where the choice is greedy."""
+        return self._seed
 
     @property
     def token_ids(self) -> list[int]:

@@ -10,7 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace import _core
-from headrace._options import generate_options
+from headrace._arguments import prompts as prompt_arguments
+from headrace._arguments.kinds import made_by
+from headrace._arguments.tables import FLAG, TIMEOUT
+from headrace._options import drawn_seed, generate_options
 from headrace._results import FinishReason, Generation, generation
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class Server:
 
     def __init__(self, engine: Engine, inner: _core.Server) -> None:
         """Not for use: see `Engine.serve`."""
+        made_by("engine.serve()", inner, _core.Server)
         self._engine = engine
         self._inner = inner
         self._wakeups = _Wakeups(inner)
@@ -52,7 +56,7 @@ class Server:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
         stop_tokens: Sequence[int] | None = None,
         speculation: int = 0,
         keep_logits: bool = False,
@@ -65,8 +69,10 @@ class Server:
         Raises:
             ContextLengthError: Prompt and `max_new_tokens` don't fit `max_context`.
             ValueError: An argument is out of range.
+            TypeError: An argument is of another type.
             HeadraceError: The server is closed.
         """
+        checked = prompt_arguments.prompt("prompt", prompt, self._engine.vocab_size)
         options = generate_options(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -77,11 +83,11 @@ class Server:
             speculation=speculation,
             keep_logits=keep_logits,
         )
-        return Request(self, self._inner.submit(self._engine._prompt_ids(prompt), options))
+        return Request(self, self._inner.submit(self._engine._prompt_ids(checked), options), drawn_seed(options))
 
     def close(self, *, cancel: bool = False) -> None:
         """Takes no further request, and returns once all have ended. `cancel` ends them now, and so does Ctrl-C."""
-        self._inner.close(cancel)
+        self._inner.close(FLAG.check("cancel", cancel))
         self._finalizer.detach()
 
     @property
@@ -115,9 +121,11 @@ class Request:
     failed with is raised by each of them. A request that nobody holds any more is cancelled.
     """
 
-    def __init__(self, server: Server, inner: _core.Request) -> None:
+    def __init__(self, server: Server, inner: _core.Request, seed: int | None) -> None:
         """Not for use: see `Server.submit`."""
+        made_by("server.submit(...)", inner, _core.Request)
         self._server = server
+        self._seed = seed
         self._inner = inner
         self._given = 0
 
@@ -127,15 +135,20 @@ class Request:
 
     def result(self, timeout: float | None = None) -> Generation:
         """Waits for its end. Raises `TimeoutError` after `timeout` seconds."""
-        row = self._inner.result(timeout)
+        row = self._inner.result(TIMEOUT.check("timeout", timeout))
         if row is None:
             raise TimeoutError(f"request {self.number} has not ended within {timeout} seconds")
-        return generation(row, self._server._engine)
+        return generation(row, self._server._engine, self._seed)
 
     @property
     def number(self) -> int:
         """Its number on its server, from 0; later requests have larger ones."""
         return self._inner.number
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that its tokens are drawn with; `None` where the choice is greedy."""
+        return self._seed
 
     @property
     def token_ids(self) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from fractions import Fraction
 
 _UNITS = {
     "": 1, "b": 1,
@@ -12,23 +14,24 @@ _UNITS = {
 }  # fmt: skip
 
 
-def parse_size(name: str, value: int | str, total: int | None = None) -> int:
-    """Bytes of `value`: a number of bytes, a number with a unit (KB, MiB, GiB, ...), or a percentage of `total`.
+@dataclass(frozen=True)
+class Share:
+    """A percentage of a memory, as a share of 1."""
 
-    Raises `ValueError` that names the argument `name`.
-    """
-    if isinstance(value, int):
-        size = value
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", value)
-        if match is None or (match[2] != "%" and match[2].lower() not in _UNITS):
-            raise ValueError(f'{name} = {value!r}: give bytes, or a size such as "8GiB", "750MB" or "80%"')
-        if match[2] == "%":
-            if total is None:
-                raise ValueError(f"{name} = {value!r}: this device has no total memory to take a percentage of")
-            size = int(float(match[1]) / 100 * total)
-        else:
-            size = int(float(match[1]) * _UNITS[match[2].lower()])
-    if size <= 0:
-        raise ValueError(f"{name} = {value!r}: must be above 0")
-    return size
+    part: Fraction
+
+    def of(self, total: int) -> int:
+        """Bytes of a memory of `total` bytes."""
+        return int(self.part * total)
+
+
+def read_size(text: str) -> int | Share | None:
+    """Bytes of a number with or without a unit (KB, MiB, GiB, ...), a share for a percentage, `None` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*", text, re.ASCII)
+    if match is None:
+        return None
+    # Exact: a large number of bytes is not rounded to a float.
+    number, unit = Fraction(match[1]), match[2].lower()
+    if unit == "%":
+        return Share(number / 100)
+    return int(number * _UNITS[unit]) if unit in _UNITS else None
