@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from headrace._options import PLACEMENTS, POLICIES
+from headrace._arguments.kinds import Choice
+from headrace._arguments.tables import LENGTH, POLICIES, SIMULATED_STEPS
 from headrace._plan import MemoryPlan, Plan, Trade
 from headrace._plan import plan as make_plan
 from headrace._residency import Simulation
 from headrace._residency import simulate as simulate_policies
+from headrace.cli import options
+from headrace.cli.output import tables
 from headrace.cli.verbose import verbose
+
+
+_OF_A_SIMULATION = ("policy", "steps")
+_OF_A_PLAN = ("placement", "host_mapped_budget", "headroom", "length", "tensors", "pieces")
 
 
 @click.command()
 @click.argument("model")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "host-device"]), default="auto", show_default=True)
-@click.option("--vram-limit", help='Memory that everything on the device may take, such as "8GiB" or "80%".')
-@click.option("--placement", type=click.Choice(PLACEMENTS), default="auto", show_default=True, help="Where weights are read.")
-@click.option("--host-mapped-budget", help="Most bytes that a step reads in place.  [default: by platform]")
-@click.option("--headroom", help="Bytes that stay free below the limit.  [default: by platform]")
-@click.option("--max-context", type=click.IntRange(min=1), help="Most positions.  [default: what the model declares]")
-@click.option("--max-batch", type=click.IntRange(min=1), default=8, show_default=True, help="Most sequences at once.")
-@click.option("--length", type=click.IntRange(min=1), help="Positions of each sequence in the table of batches.  [default: most]")
+@options.device
+@options.vram_limit
+@options.placement
+@options.host_mapped_budget
+@options.headroom
+@options.max_context
+@options.max_batch
+@options.option("--length", argument=LENGTH, help="Positions of each sequence in the table of batches.  [default: most]")
 @click.option("--tensors", is_flag=True, help="List every tensor in read order.")
 @click.option("--pieces", is_flag=True, help="List every piece of weights and its place.")
 @click.option("--simulate", is_flag=True, help="Show what residency policies would move beside the optimum.")
-@click.option("--policy", type=click.Choice(["all", *POLICIES]), default="all", show_default=True, help="For --simulate.")
-@click.option("--steps", type=click.IntRange(2, 10_000), default=16, show_default=True, help="For --simulate.")
+@options.option("--policy", argument=Choice(("all", *POLICIES)), default="all", help="For --simulate.")
+@options.option("--steps", argument=SIMULATED_STEPS, default=16, help="For --simulate.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @verbose
 def plan(
@@ -52,7 +57,16 @@ def plan(
     steps: int,
     as_json: bool,
 ) -> None:
-    """Show what MODEL's files hold, in the order in which a step reads it, and what a memory limit would mean for it."""
+    """Show what MODEL's files hold, in the order in which a step reads it, and what a memory limit would mean for it.
+
+    A card need not be here: with a limit, a placement or --device cuda it is planned for with assumed figures, and that is said.
+    """
+    ignored = _OF_A_PLAN if simulate else _OF_A_SIMULATION
+    context = click.get_current_context()
+    for name in ignored:
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            how = "does not go with" if simulate else "goes with"
+            raise click.UsageError(f"--{name.replace('_', '-')} {how} --simulate")
     if simulate:
         simulation = simulate_policies(
             model,
@@ -66,10 +80,8 @@ def plan(
         if as_json:
             click.echo(json.dumps(simulation.as_dict(), indent=2))
         else:
-            Console().print(_simulation(simulation))
+            tables().print(_simulation(simulation))
         return
-    if policy != "all":
-        raise click.UsageError("--policy goes with --simulate")
     result = make_plan(
         model,
         device=device,  # type: ignore[arg-type]
@@ -84,11 +96,12 @@ def plan(
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=2))
         return
-    # A file or a pipe has no width: there nothing is cut.
-    console = Console(width=None if sys.stdout.isatty() else 10_000)
+    console = tables()
     console.print(_summary(result))
     console.print(_formats(result))
     if result.memory is not None:
+        if result.memory.assumed is not None:
+            console.print(result.memory.assumed, markup=False, highlight=False)
         console.print(_memory(result.memory))
         if result.trade is not None:
             console.print(_trade(result.trade))

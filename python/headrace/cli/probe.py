@@ -11,6 +11,7 @@ from rich.table import Table
 from headrace._core import build_info
 from headrace._probe import CardReport, HostReport
 from headrace._probe import probe as measure
+from headrace.cli.output import tables
 from headrace.cli.verbose import verbose
 
 
@@ -24,8 +25,7 @@ def probe(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"build": build_info(), **machine.as_dict()}, indent=2))
         return
-    # Never cut: a pipe has no width.
-    console = Console(width=200)
+    console = tables()
     console.print(_host(machine.host))
     for card in machine.cards:
         console.print(_card(card))
