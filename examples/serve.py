@@ -1,12 +1,9 @@
-"""Three ways to take tokens from one engine at once: a list, threads, an event loop.
-
-    python examples/serve.py [model]
-"""
+"""Three ways to take tokens from one engine at once: a list, threads, an event loop."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 import threading
 
 import headrace
@@ -47,7 +44,12 @@ async def from_an_event_loop(engine: headrace.Engine) -> None:
 
 
 def main() -> None:
-    engine = headrace.Engine.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m", max_batch=4)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "model", nargs="?", default="smollm2-135m",
+        help="a GGUF file, an ONNX GenAI directory, or a name that `headrace fetch` knows (default: %(default)s)",
+    )  # fmt: skip
+    engine = headrace.Engine.load(parser.parse_args().model, max_batch=4)
     from_a_list(engine)
     from_threads(engine)
     asyncio.run(from_an_event_loop(engine))
