@@ -232,12 +232,4 @@ mod tests {
         let speed = host_read(&vec![1; 16 << 20]);
         assert!(speed > 1e6 && speed.is_finite(), "{speed}");
     }
-
-    #[test]
-    fn a_card_is_measured_or_the_probe_says_why_not() {
-        match probe(0) {
-            Ok(p) => assert!(p.host_to_device.iter().all(|c| c.1 > 1e8) && p.device_copy_read > 1e9, "{p:?}"),
-            Err(problem) => println!("skipped: {problem}"),
-        }
-    }
 }

@@ -55,28 +55,3 @@ impl CudaProvider {
         Ok(LinkCeilings { copies, in_place, memory: memory_peak(&self.context) })
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use headrace_provider::Provider;
-
-    use super::*;
-
-    #[test]
-    fn measuring_the_link_finds_both_ways_or_says_why_not() {
-        let mut provider = match CudaProvider::open(0) {
-            Ok(provider) => provider,
-            Err(problem) => return println!("skipped: {problem}"),
-        };
-        assert!(provider.link_ceilings().is_err(), "there is no ring yet");
-        provider.ready_link_ceilings().unwrap();
-        provider.resize(RangeKind::Staging, 64 << 20).unwrap();
-        let found = provider.link_ceilings().unwrap();
-        let probed = crate::probe::probe(0).unwrap();
-        let copies = probed.host_to_device.iter().map(|chunk| chunk.1).fold(0.0, f64::max);
-        println!("{found:?}, the probe: {copies} {:?}", probed.zero_copy_read);
-        assert!((0.9..1.1).contains(&(found.copies / copies)));
-        assert!((0.9..1.1).contains(&(found.in_place / probed.zero_copy_read.unwrap())));
-        assert_eq!(provider.link_ceilings(), Ok(found), "it is measured once");
-    }
-}

@@ -1,11 +1,13 @@
-//! Compares the CUDA provider with the CPU provider on a real model, bit for bit:
-//! `cargo run --release -p headrace-ep-cuda --example gpu_provider -- MODEL [CARD]`, where `random` stands for small random
-//! models of every shape that the persistent one-row kernel distinguishes.
+//! Compares the CUDA provider with the CPU provider bit for bit, on small random models of every shape that the persistent
+//! one-row kernel distinguishes, and holds what the link is measured at to the probe:
+//! `cargo test --release -p headrace-ep-cuda --test gpu_provider [-- MODEL [CARD]]`; with MODEL on that file or directory alone.
 //!
 //! For each KV layout and width of activations: prompts of 1 to 400 tokens in one step and in chunks, then 64 decode steps,
-//! with every weight resident. Prints `N passed, M failed, K skipped`; without a card everything is skipped, and counted.
+//! with every weight resident. Without a card every test is ignored, and counted so. The binary can be carried to another
+//! machine: it needs no file of this one.
 
 use std::path::Path;
+use std::process::ExitCode;
 use std::sync::Arc;
 
 use headrace_ep_cpu::{CpuOptions, CpuProvider};
@@ -22,6 +24,7 @@ use headrace_provider::{
     Instr, Op, Place, ProgramId, Provider, RangeKind, StepInput, StepOutput, StepProgram, TokenRow,
 };
 use headrace_testing::{ModelShape, file_program, random_model};
+use libtest_mimic::{Arguments, Failed, Trial};
 
 const PROMPTS: [usize; 8] = [1, 2, 5, 31, 64, 129, 257, 400];
 const DECODES: usize = 64;
@@ -169,18 +172,14 @@ fn random_shapes() -> Vec<ModelShape> {
 #[derive(Default)]
 struct Tally {
     passed: usize,
-    failed: usize,
-    skipped: usize,
+    failed: Vec<String>,
 }
 
 impl Tally {
     fn note(&mut self, what: &str, result: Result<(), String>) {
         match result {
             Ok(()) => self.passed += 1,
-            Err(why) => {
-                self.failed += 1;
-                println!("FAILED {what}: {why}");
-            }
+            Err(why) => self.failed.push(format!("{what}: {why}")),
         }
     }
 }
@@ -274,34 +273,84 @@ fn configuration(
     Ok(())
 }
 
-fn main() -> Outcome<()> {
-    let mut arguments = std::env::args().skip(1);
-    let Some(path) = arguments.next() else { return Err("usage: gpu_provider MODEL [CARD]".into()) };
-    let card = arguments.next().map_or(Ok(0), |n| n.parse())?;
+/// One configuration as a test: every comparison that differs is named.
+fn compared(model: &Arc<ModelSpec>, card: usize, layout: KvLayout, prompts: &[usize]) -> Result<(), Failed> {
     let mut tally = Tally::default();
-    match CudaProvider::open(card) {
+    configuration(model, card, layout, prompts, &mut tally)?;
+    println!("{} comparisons equal, {} differ", tally.passed, tally.failed.len());
+    if tally.failed.is_empty() && tally.passed > 0 { Ok(()) } else { Err(tally.failed.join("\n").into()) }
+}
+
+/// What the link is measured at when the ring is mapped, against the probe; it is measured once.
+fn link(card: usize) -> Result<(), Failed> {
+    let mut provider = CudaProvider::open(card)?;
+    if provider.link_ceilings().is_ok() {
+        return Err("a link is measured without a ring".into());
+    }
+    provider.ready_link_ceilings()?;
+    provider.resize(RangeKind::Staging, 64 << 20)?;
+    let found = provider.link_ceilings()?;
+    let probed = headrace_ep_cuda::probe::probe(card)?;
+    let copies = probed.host_to_device.iter().map(|chunk| chunk.1).fold(0.0, f64::max);
+    let in_place = probed.zero_copy_read.ok_or("the probe didn't read in place")?;
+    println!("{found:?}, the probe: {copies} {in_place}");
+    if probed.host_to_device.iter().any(|chunk| chunk.1 < 1e8) || probed.device_copy_read < 1e9 {
+        return Err(format!("the probe is too slow to be true: {probed:?}").into());
+    }
+    if !(0.9..1.1).contains(&(found.copies / copies)) || !(0.9..1.1).contains(&(found.in_place / in_place)) {
+        return Err(format!("{found:?}, but the probe says {copies} and {in_place}").into());
+    }
+    if provider.link_ceilings() != Ok(found) { Err("it is measured anew".into()) } else { Ok(()) }
+}
+
+/// `[MODEL [CARD]]` before the arguments that every test binary takes.
+fn arguments() -> Result<(Option<String>, usize, Arguments), std::num::ParseIntError> {
+    let mut rest: Vec<String> = std::env::args().collect();
+    let is_model = |a: &String| a == "random" || Path::new(a).exists();
+    let model = rest.get(1).is_some_and(is_model).then(|| rest.remove(1));
+    let is_card = |a: &String| model.is_some() && a.bytes().all(|b| b.is_ascii_digit());
+    let card = if rest.get(1).is_some_and(is_card) { rest.remove(1).parse()? } else { 0 };
+    let mut arguments = Arguments::from_iter(rest);
+    // One card, one test at a time.
+    arguments.test_threads = Some(1);
+    Ok((model.filter(|m| m != "random"), card, arguments))
+}
+
+fn main() -> Outcome<ExitCode> {
+    let (path, card, arguments) = arguments()?;
+    let problem = match CudaProvider::open(card) {
         Ok(provider) => {
             println!("{:?}", provider.info());
-            drop(provider);
-            if path == "random" {
-                for (n, shape) in random_shapes().iter().enumerate() {
-                    let model = Arc::new(random_model(n as u64 + 1, shape));
-                    println!("shape {n}: {shape:?}");
-                    let layout = LAYOUTS[n % 2];
-                    configuration(&model, card, layout, &[1, 3, 40, 400, LONG], &mut tally)?;
-                }
-            } else {
-                let model = Arc::new(headrace_model::load(Path::new(&path))?.spec);
-                for layout in LAYOUTS {
-                    configuration(&model, card, layout, &PROMPTS, &mut tally)?;
-                }
+            None
+        }
+        Err(problem) => Some(problem.to_string()),
+    };
+    let mut trials = Vec::new();
+    match path {
+        Some(path) if problem.is_none() => {
+            let model = Arc::new(headrace_model::load(Path::new(&path))?.spec);
+            for layout in LAYOUTS {
+                let model = model.clone();
+                let run = move || compared(&model, card, layout, &PROMPTS);
+                trials.push(Trial::test(format!("model_{layout:?}"), run));
             }
         }
-        Err(problem) => {
-            println!("skipped: {problem}");
-            tally.skipped = LAYOUTS.len() * WIDTHS.len();
+        Some(_) => trials.extend(LAYOUTS.map(|layout| Trial::test(format!("model_{layout:?}"), || Ok(())))),
+        None => {
+            trials.push(Trial::test("link", move || link(card)));
+            for (n, shape) in random_shapes().into_iter().enumerate() {
+                let run = move || {
+                    println!("{shape:?}");
+                    let model = Arc::new(random_model(n as u64 + 1, &shape));
+                    compared(&model, card, LAYOUTS[n % 2], &[1, 3, 40, 400, LONG])
+                };
+                trials.push(Trial::test(format!("random_shape_{n}"), run));
+            }
         }
     }
-    println!("{} passed, {} failed, {} skipped", tally.passed, tally.failed, tally.skipped);
-    if tally.failed > 0 { Err("bits differ".into()) } else { Ok(()) }
+    if let Some(problem) = &problem {
+        println!("no usable CUDA device: {problem}");
+    }
+    let trials = trials.into_iter().map(|trial| trial.with_ignored_flag(problem.is_some())).collect();
+    Ok(libtest_mimic::run(&arguments, trials).exit_code())
 }

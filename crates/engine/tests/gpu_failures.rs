@@ -1,10 +1,12 @@
-//! What a card's driver may refuse, and what becomes of it: `cargo run --release -p headrace-engine --features cuda --example
-//! gpu_failures [CARD]`.
+//! What a card's driver may refuse, and what becomes of it: `cargo test --release -p headrace-engine --features cuda --test
+//! gpu_failures [-- CARD]`.
 //!
 //! Registration, pinning and memory are refused at every point of a load and of a growth, as a driver out of resources or
 //! another process would have it. Each time there is a typed error or a reported fallback; afterwards the same engine gives
-//! the CPU's tokens, and its books are right. Prints `N passed, M failed, K skipped`.
+//! the CPU's tokens, and its books are right. Without a card every test is ignored, and counted so. The binary can be
+//! carried to another machine.
 
+use std::process::ExitCode;
 use std::sync::Arc;
 
 use headrace_engine::stats::PoolStats;
@@ -14,6 +16,7 @@ use headrace_ep_cuda::faults::{FaultPoint, Faults};
 use headrace_model::ModelSpec;
 use headrace_numerics::format::Format;
 use headrace_testing::{ModelShape, random_model};
+use libtest_mimic::{Arguments, Failed, Trial};
 
 const CONTEXT: usize = 1024;
 const PROMPT: [u32; 5] = [3, 1, 4, 1, 5];
@@ -45,7 +48,7 @@ struct Rig {
     short: Vec<u32>,
     long: Vec<u32>,
     passed: usize,
-    failed: usize,
+    failed: Vec<String>,
 }
 
 impl Rig {
@@ -66,7 +69,7 @@ impl Rig {
         let cpu = EngineOptions { device: DeviceChoice::Cpu, ..options(PlacementMode::Auto) };
         let mut cpu = Engine::from_spec(model.clone(), None, cpu)?;
         let (short, long) = (generate(&mut cpu, 8)?, generate(&mut cpu, LONG)?);
-        Ok(Rig { ordinal, model, short, long, passed: 0, failed: 0 })
+        Ok(Rig { ordinal, model, short, long, passed: 0, failed: Vec::new() })
     }
 
     fn load(&self, placement: PlacementMode, limit: u64, faults: &Faults) -> headrace_engine::Result<Engine> {
@@ -87,10 +90,7 @@ impl Rig {
     fn check(&mut self, what: &str, held: bool, detail: impl std::fmt::Display) {
         match held {
             true => self.passed += 1,
-            false => {
-                self.failed += 1;
-                println!("FAILED {what}: {detail}");
-            }
+            false => self.failed.push(format!("{what}: {detail}")),
         }
     }
 
@@ -219,19 +219,31 @@ impl Rig {
     }
 }
 
-fn main() -> Outcome<()> {
-    let ordinal = std::env::args().nth(1).map_or(Ok(0), |a| a.parse())?;
-    if let Err(problem) = CudaProvider::open(ordinal) {
-        println!("0 passed, 0 failed, 1 skipped: {problem}");
-        return Ok(());
-    }
+type Part = (&'static str, fn(&mut Rig) -> Outcome<()>);
+
+const PARTS: [Part; 3] =
+    [("sources", Rig::sources), ("reads_in_place", Rig::in_place), ("memory_refused", Rig::memory)];
+
+/// One part on a rig of its own: every check that doesn't hold is named.
+fn checked(ordinal: usize, part: fn(&mut Rig) -> Outcome<()>) -> Result<(), Failed> {
     let mut rig = Rig::new(ordinal)?;
-    rig.sources()?;
-    rig.in_place()?;
-    rig.memory()?;
-    println!("{} passed, {} failed, 0 skipped", rig.passed, rig.failed);
-    if rig.failed > 0 {
-        std::process::exit(1);
+    part(&mut rig)?;
+    println!("{} checks hold, {} don't", rig.passed, rig.failed.len());
+    if rig.failed.is_empty() && rig.passed > 0 { Ok(()) } else { Err(rig.failed.join("\n").into()) }
+}
+
+fn main() -> Outcome<ExitCode> {
+    let mut rest: Vec<String> = std::env::args().collect();
+    let is_card = |a: &String| a.bytes().all(|b| b.is_ascii_digit());
+    let ordinal = if rest.get(1).is_some_and(is_card) { rest.remove(1).parse()? } else { 0 };
+    let mut arguments = Arguments::from_iter(rest);
+    // One card, one test at a time.
+    arguments.test_threads = Some(1);
+    let problem = CudaProvider::open(ordinal).err();
+    if let Some(problem) = &problem {
+        println!("no usable CUDA device: {problem}");
     }
-    Ok(())
+    let trial =
+        |(name, part): Part| Trial::test(name, move || checked(ordinal, part)).with_ignored_flag(problem.is_some());
+    Ok(libtest_mimic::run(&arguments, PARTS.map(trial).into()).exit_code())
 }
