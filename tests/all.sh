@@ -57,4 +57,7 @@ RUSTFLAGS="--cfg loom" cargo test -p headrace-memory-governor --test loom --lock
 step "Python tests against the wheel"
 "$venv/python" -m pytest
 
+step "timings of the public surface: once each, not judged"
+"$venv/python" -m pytest -q benches/python --benchmark-disable
+
 step "done"

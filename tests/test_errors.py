@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -119,3 +120,22 @@ def test_device_error(smollm2: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script, str(smollm2)], env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert 'DeviceError: cpu: HEADRACE_SIMD is "avx1024"; it must be' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("HEADRACE_SIMMD", "avx2", "HEADRACE_SIMMD: is no variable that Headrace reads"),
+        ("HEADRACE_PROFILE_OPS", "yes", "HEADRACE_PROFILE_OPS = yes: must be 0 or 1"),
+        ("HEADRACE_LANE_CLOCK", "", "HEADRACE_LANE_CLOCK = : must be 0 or 1"),
+    ],
+)
+def test_an_environment_variable_that_is_not_known_or_can_not_be_read_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    model = DATA / "models" / "qwen2-Q4_0.gguf"
+    headrace.plan(model, device="cpu")
+    monkeypatch.setenv(name, value)
+    for use in (lambda: headrace.Engine.load(model, device="cpu"), lambda: headrace.plan(model, device="cpu"), headrace.probe):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            use()

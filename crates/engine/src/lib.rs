@@ -11,6 +11,7 @@ pub mod budget;
 mod cards;
 mod dynamic;
 pub mod engine;
+pub mod environment;
 pub mod error;
 mod home;
 pub mod inventory;

@@ -56,6 +56,7 @@ pub(crate) const UNLIMITED: u64 = 1 << 46;
 impl Setup {
     /// Checks the options against the model.
     pub(crate) fn new(model: &ModelSpec, options: &EngineOptions) -> Result<Setup> {
+        crate::environment::check()?;
         options.check()?;
         let declared = model.config.max_context;
         let max_context = options.max_context.unwrap_or(declared);

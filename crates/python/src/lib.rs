@@ -44,7 +44,10 @@ mod _core {
     #[pyfunction]
     fn probe(py: Python<'_>) -> PyResult<String> {
         super::logs::look_again(py);
-        super::engine::to_json(&super::guard::detached(py, || Ok(headrace_engine::probe::probe()))?)
+        super::engine::to_json(&super::guard::detached(py, || {
+            headrace_engine::environment::check()?;
+            Ok(headrace_engine::probe::probe())
+        })?)
     }
 
     /// Facts about this build, for bug reports.

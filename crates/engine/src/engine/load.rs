@@ -26,6 +26,7 @@ impl Engine {
     /// Loads the model at `path` (a GGUF file, an ONNX directory or its `.onnx` file) onto a device.
     pub fn load(path: &Path, options: EngineOptions) -> Result<Engine> {
         let mut laps = Laps::start();
+        crate::environment::check()?;
         options.check()?;
         let Model { spec, tokenizer } = headrace_model::load(path)?;
         laps.end("files");
