@@ -229,17 +229,20 @@ impl Chunk {
 /// An activation does not outlive the program that makes it, so the operation that makes it is repeated in every program
 /// that reads it: its source is not written until all of them have run.
 fn chunks(model: &ModelSpec, layout: &PieceLayout) -> Vec<Chunk> {
-    let mut pieces_of: Vec<Vec<usize>> = vec![Vec::new(); model.tensors.len()];
-    for (index, piece) in layout.pieces.iter().enumerate() {
-        piece.runs.iter().for_each(|run| pieces_of[run.tensor.0].push(index));
-    }
+    // Pieces come in the order of the reads, also where layers share a matrix.
+    let mut next = 0;
     let mut chunks: Vec<Chunk> = Vec::new();
     let mut before: Vec<Op> = Vec::new();
     let mut activation: Option<Op> = None;
     for op in operations(model) {
         match &op {
             Op::Linear { segments, .. } => {
-                for &piece in segments.iter().flat_map(|s| &pieces_of[s.tensor.0]) {
+                let rows: usize = segments.iter().map(|s| s.rows).sum();
+                let mut done = 0;
+                while done < rows {
+                    let piece = next;
+                    next += 1;
+                    done += layout.pieces[piece].runs[0].rows;
                     if before.is_empty() {
                         before.extend(activation.clone());
                     }

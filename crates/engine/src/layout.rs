@@ -3,6 +3,9 @@
 //! A **piece** is a contiguous slab of whole rows of one or more tensors, consecutive in read order. Every piece has a fixed
 //! address in the weights range, whether it is resident or not: address space costs nothing. So a change of placement
 //! maps and unmaps granules and moves no byte that stays.
+//!
+//! The unit is a read, not a tensor: a matrix that several layers share has rows in a piece for each of its reads, so that every
+//! piece is read once a step, in order.
 
 use headrace_model::ModelSpec;
 use headrace_model::spec::TensorId;

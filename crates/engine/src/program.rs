@@ -54,7 +54,8 @@ pub fn in_place(model: &ModelSpec, options: &EngineOptions) -> StepProgram {
     }
 }
 
-/// The matrices of the linear layers in read order, each once: what a step reads whole.
+/// The matrices of the linear layers as a step reads them whole, one entry a read: a matrix that several layers share stands
+/// here as often as it is read.
 pub fn linear_tensors(model: &ModelSpec) -> Vec<TensorId> {
     let mut ids: Vec<TensorId> = Vec::new();
     for layer in &model.layers {
@@ -64,15 +65,14 @@ pub fn linear_tensors(model: &ModelSpec) -> Vec<TensorId> {
         ids.push(layer.down.weight);
     }
     ids.push(model.lm_head.weight);
-    let mut seen = vec![false; model.tensors.len()];
-    ids.retain(|t| !std::mem::replace(&mut seen[t.0], true));
     ids
 }
 
 /// Bytes of weights that one step reads: every tensor but the embedding, which is read by rows (unless it is the head
-/// too).
+/// too), and a matrix that layers share once for each of them.
 pub fn bytes_per_step(model: &ModelSpec) -> u64 {
-    let head = model.lm_head.weight;
-    let read = model.read_order().into_iter().filter(|&t| t != model.embedding || t == head);
-    read.map(|t| model.tensor(t).bytes() as u64).sum()
+    let matrices = linear_tensors(model);
+    let others = model.read_order().into_iter().filter(|t| *t != model.embedding && !matrices.contains(t));
+    let all: Vec<TensorId> = others.chain(matrices.iter().copied()).collect();
+    all.into_iter().map(|t| model.tensor(t).bytes() as u64).sum()
 }

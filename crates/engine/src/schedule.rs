@@ -6,6 +6,7 @@
 //! step finds its pieces there. Before the first step of an epoch, the prologue fills the ring once.
 
 use headrace_model::ModelSpec;
+use headrace_model::spec::TensorId;
 use headrace_provider::{Instr, Op, Place, Segment, StepProgram};
 
 use crate::layout::{Piece, PieceLayout};
@@ -72,8 +73,8 @@ impl Schedule {
         for op in operations(model) {
             match op {
                 Op::Linear { segments, bias, out, column, accumulate } => {
-                    let rows = segments[0].rows;
-                    writer.linear(rows, &|segments| Op::Linear { segments, bias, out, column, accumulate }, &copy);
+                    let read = (segments[0].tensor, segments[0].rows);
+                    writer.linear(read, &|segments| Op::Linear { segments, bias, out, column, accumulate }, &copy);
                 }
                 other => writer.instrs.push(Instr::Op(other)),
             }
@@ -119,9 +120,14 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// One linear layer of `rows` rows: the runs from `self.at` on. Runs that follow one another and aren't streamed are one
-    /// operation.
-    fn linear(&mut self, rows: usize, op: &dyn Fn(Vec<Segment>) -> Op, copy: &dyn Fn(usize) -> Instr) {
+    /// One linear layer that reads `rows` rows of `tensor`: the runs from `self.at` on, which are its own. Runs that follow one
+    /// another and aren't streamed are one operation.
+    fn linear(
+        &mut self,
+        (tensor, rows): (TensorId, usize),
+        op: &dyn Fn(Vec<Segment>) -> Op,
+        copy: &dyn Fn(usize) -> Instr,
+    ) {
         let mut standing: Vec<Segment> = Vec::new();
         let mut done = 0;
         while done < rows {
@@ -129,6 +135,7 @@ impl Writer<'_> {
             let piece = &self.layout.pieces[index];
             let run = piece.runs[run_index];
             let last = run_index + 1 == piece.runs.len();
+            debug_assert_eq!(run.tensor, tensor, "pieces follow the reads of a step");
             done += run.rows;
             let segment = |place| Segment { tensor: run.tensor, row: run.row, rows: run.rows, place };
             if self.placement.resident[index] {

@@ -161,7 +161,9 @@ impl ResidencyCache {
         for (index, piece) in self.set.layout().pieces.iter().enumerate() {
             let counts = &self.pieces[index];
             for run in &piece.runs {
-                if out.last().is_none_or(|(tensor, _)| *tensor != run.tensor) {
+                // Layers may share a tensor, whose other reads stand further up.
+                let known = out.iter().rposition(|(tensor, _)| *tensor == run.tensor);
+                if known.is_none() {
                     let (name, bytes) = describe(run.tensor);
                     out.push((run.tensor, TensorTrace { name, bytes, ..TensorTrace::default() }));
                 }
@@ -170,7 +172,7 @@ impl ResidencyCache {
                     1 => bytes,
                     _ => bytes * run.rows as u64 / piece.runs.iter().map(|r| r.rows as u64).sum::<u64>().max(1),
                 };
-                if let Some((_, t)) = out.last_mut() {
+                if let Some((_, t)) = out.iter_mut().rev().find(|(tensor, _)| *tensor == run.tensor) {
                     t.pieces += 1;
                     t.resident_pieces += u64::from(self.set.is_resident(index));
                     t.pinned |= self.pinned[index];
