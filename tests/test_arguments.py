@@ -211,7 +211,7 @@ def test_prompts(tiny: headrace.Engine) -> None:
     for value in ([1, 2], (1, 2), np.array([1, 2]), np.array([1, 2], dtype=np.uint8), range(1, 3), [np.int32(1), 2]):
         assert tiny.generate(value, max_new_tokens=3, stop_tokens=()).token_ids == tiny.generate([1, 2], max_new_tokens=3, stop_tokens=()).token_ids
     assert len(tiny.generate(np.array([[1, 2], [3, 4]]), max_new_tokens=1)) == 2
-    with pytest.raises(TypeError, match=r"not dict; messages of a chat .*apply_chat_template"):
+    with pytest.raises(TypeError, match=r"not dict; messages of a chat .*engine.chat"):
         tiny.generate([{"role": "user", "content": "Hi"}])  # type: ignore[list-item]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from headrace._arguments.tables import (
     Policy,
 )
 from headrace._catalog import resolve
+from headrace._chat import Message, conversation
 from headrace._options import GenerateOptions, drawn_seed, fresh_seed, generate_options, load_options, share_of_device
 from headrace._plan import Plan, Trade
 from headrace._progress import GenerationProgress
@@ -153,9 +154,17 @@ class Engine:
         )
         return cls(_core.Engine.load(path, options))
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`. `add_special` puts the tokens in front that the model wants there."""
-        return self._inner.encode(TEXT.check("text", text), add_special=FLAG.check("add_special", add_special))
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        `add_special` puts the tokens in front that the model wants there, unless the text starts with them already.
+        `parse_special=False` makes control tokens in the text plain text, as text from outside should be.
+        """
+        return self._inner.encode(
+            TEXT.check("text", text),
+            add_special=FLAG.check("add_special", add_special),
+            parse_special=FLAG.check("parse_special", parse_special),
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `token_ids`."""
@@ -163,14 +172,106 @@ class Engine:
         return self._inner.decode(ids, skip_special=FLAG.check("skip_special", skip_special))
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: object,
     ) -> str:
         """The text that the model's chat template makes of messages such as `{"role": "user", "content": "Hi"}`.
 
-        Raises `HeadraceError` if the model has no chat template or the template refuses the messages.
+        Control tokens in messages can't be told from the template's own in that text: use `chat`, `stream_chat` or
+        `chat_token_ids` for messages from outside.
+
+        Args:
+            messages: Mappings in the form of OpenAI's chat interface: `role`, `content` (a text, a list of text parts, or `None`
+                beside `tool_calls`), and what else the template reads.
+            tools: Descriptions of functions that the model may call.
+            add_generation_prompt: End where the model's answer starts.
+            variables: Further variables of the template, such as `enable_thinking=False`.
+
+        Raises:
+            HeadraceError: The model has no chat template, or the template refuses the messages.
+            ValueError: The template would drop a field or variable, or a message is none. The text names it.
+            TypeError: An argument is of another type.
         """
-        pairs = [(m["role"], m["content"]) for m in messages]
-        return self._inner.apply_chat_template(pairs, add_generation_prompt=add_generation_prompt)
+        flag = FLAG.check("add_generation_prompt", add_generation_prompt)
+        return self._inner.apply_chat_template(*conversation(messages, tools, variables), add_generation_prompt=flag)
+
+    def chat_token_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: object,
+    ) -> list[int]:
+        """Token ids of a conversation: what `chat` generates from. Arguments and errors as for `apply_chat_template`.
+
+        Control tokens that the template writes are control tokens; those in messages, tools and variables are plain text. They
+        start with the model's first token once, whether or not the template writes it. Raises `HeadraceError` also where a
+        message holds control tokens and the template doesn't allow to tell them from its own.
+        """
+        return self._chat_ids(messages, tools, variables, add_generation_prompt)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        speculation: int = 0,
+        keep_logits: bool = False,
+        progress: bool | None = None,
+        **variables: object,
+    ) -> Generation:
+        """Answers a conversation. The other arguments and errors are those of `chat_token_ids` and `generate`."""
+        return self.generate(
+            self._chat_ids(messages, tools, variables),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_tokens=stop_tokens,
+            speculation=speculation,
+            keep_logits=keep_logits,
+            progress=progress,
+        )
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        speculation: int = 0,
+        progress: bool | None = None,
+        **variables: object,
+    ) -> Stream:
+        """Answers a conversation, giving the text piece by piece. Arguments and errors as for `chat`."""
+        return self.stream(
+            self._chat_ids(messages, tools, variables),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_tokens=stop_tokens,
+            speculation=speculation,
+            progress=progress,
+        )
 
     @overload
     def generate(
@@ -425,9 +526,19 @@ class Engine:
         """Opens a new window: totals and the trace of a policy start at 0, gauges stay."""
         self._inner.reset_stats()
 
+    def _chat_ids(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, object],
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        flag = FLAG.check("add_generation_prompt", add_generation_prompt)
+        return self._inner.chat_token_ids(*conversation(messages, tools, variables), add_generation_prompt=flag)
+
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt that was checked."""
-        return self._inner.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+        return self._inner.encode(prompt, add_special=True, parse_special=True) if isinstance(prompt, str) else prompt
 
     def _stop_tokens(self, stop_tokens: Sequence[int] | None) -> list[int]:
         """Stop tokens, checked; the model's own by default."""

@@ -51,6 +51,12 @@ pub enum ModelError {
         /// What went wrong.
         what: String,
     },
+    /// The messages of a conversation, or what goes to the template with them, are not in order.
+    #[error("{what}")]
+    Conversation {
+        /// Which message and field, and what is wrong with it.
+        what: String,
+    },
 }
 
 fn at_line(line: &Option<usize>) -> String {

@@ -5,14 +5,16 @@
 pub mod arrange;
 pub mod chat;
 pub mod error;
+pub mod families;
 pub mod file;
 pub mod gguf;
 pub mod load;
 pub mod onnx;
 pub mod spec;
+mod stop;
 pub mod tokenizer;
 
-pub use chat::ChatMessage;
+pub use chat::{ChatMessage, Conversation};
 pub use error::{ModelError, Result};
 pub use load::{Model, load};
 pub use spec::ModelSpec;

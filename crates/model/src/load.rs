@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use crate::error::{ModelError, Result};
 use crate::spec::ModelSpec;
 use crate::tokenizer::Tokenizer;
-use crate::{gguf, onnx};
+use crate::{gguf, onnx, stop};
 
 /// A model's files, read.
 #[derive(Debug)]
 pub struct Model {
     /// What is to be computed.
     pub spec: ModelSpec,
-    /// Text to tokens and back; `None` if the files have no tokenizer.
+    /// Text to tokens and back; `None` if the files have no tokenizer: such a model takes and gives token ids only.
     pub tokenizer: Option<Tokenizer>,
 }
 
@@ -24,19 +24,26 @@ pub struct Model {
 pub fn load(path: &Path) -> Result<Model> {
     match container(path)? {
         Container::Gguf(file) => {
-            let gguf::LoadedGguf { spec, vocab } = gguf::load(&file)?;
-            let tokenizer = Some(Tokenizer::from_gguf(&file, &vocab)?);
+            let gguf::LoadedGguf { mut spec, vocab } = gguf::load(&file)?;
+            let mut tokenizer = match vocab.is_absent() {
+                true => None,
+                false => Some(Tokenizer::from_gguf(&file, &vocab)?),
+            };
+            // Beside a file that was named there may lie files of other models; a directory is one model's.
+            let dir = path.is_dir().then_some(path);
+            stop::gather(&file, dir, &mut spec, tokenizer.as_mut())?;
             Ok(Model { spec, tokenizer })
         }
         Container::Onnx(target, dir) => {
-            let spec = onnx::load(&target)?;
-            let tokenizer = match dir.join("tokenizer.json").is_file() {
+            let mut spec = onnx::load(&target)?;
+            let mut tokenizer = match dir.join("tokenizer.json").is_file() {
                 true => {
                     let special = &spec.special;
                     Some(Tokenizer::from_dir(&dir)?.with_special_ids(special.bos, &special.eos, special.pad)?)
                 }
                 false => None,
             };
+            stop::gather(&target, Some(&dir), &mut spec, tokenizer.as_mut())?;
             Ok(Model { spec, tokenizer })
         }
     }

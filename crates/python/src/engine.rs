@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use headrace_engine::serve::SharedEngine;
 use headrace_engine::{EngineError, Progress};
-use headrace_model::ChatMessage;
+use headrace_model::Conversation;
 use headrace_model::tokenizer::Tokenizer;
 use numpy::PyArray2;
 use parking_lot::Mutex;
@@ -97,9 +97,11 @@ impl Engine {
     }
 
     /// Token ids of a text.
-    #[pyo3(signature = (text, *, add_special))]
-    fn encode(&self, py: Python<'_>, text: &str, add_special: bool) -> PyResult<Vec<u32>> {
-        detached(py, || Ok(self.tokenizer()?.encode(text, add_special).map_err(EngineError::from)?))
+    #[pyo3(signature = (text, *, add_special, parse_special))]
+    fn encode(&self, py: Python<'_>, text: &str, add_special: bool, parse_special: bool) -> PyResult<Vec<u32>> {
+        detached(py, || {
+            Ok(self.tokenizer()?.encode_with(text, add_special, parse_special).map_err(EngineError::from)?)
+        })
     }
 
     /// Text of token ids.
@@ -113,18 +115,35 @@ impl Engine {
         TextStream::new(self.tokenizer.as_deref())
     }
 
-    /// The text that the model's chat template makes of `(role, content)` pairs.
-    #[pyo3(signature = (messages, *, add_generation_prompt))]
+    /// The text that the model's chat template makes of messages and variables, both as JSON.
+    #[pyo3(signature = (messages, variables, *, add_generation_prompt))]
     fn apply_chat_template(
         &self,
         py: Python<'_>,
-        messages: Vec<(String, String)>,
+        messages: &str,
+        variables: &str,
         add_generation_prompt: bool,
     ) -> PyResult<String> {
-        let messages: Vec<ChatMessage> =
-            messages.into_iter().map(|(role, content)| ChatMessage { role, content }).collect();
         detached(py, || {
-            Ok(self.tokenizer()?.apply_chat_template(&messages, add_generation_prompt).map_err(EngineError::from)?)
+            let chat =
+                Conversation::from_json(messages, variables, add_generation_prompt).map_err(EngineError::from)?;
+            Ok(self.tokenizer()?.render_chat(&chat).map_err(EngineError::from)?)
+        })
+    }
+
+    /// The token ids of that, in which control tokens in messages and variables are plain text.
+    #[pyo3(signature = (messages, variables, *, add_generation_prompt))]
+    fn chat_token_ids(
+        &self,
+        py: Python<'_>,
+        messages: &str,
+        variables: &str,
+        add_generation_prompt: bool,
+    ) -> PyResult<Vec<u32>> {
+        detached(py, || {
+            let chat =
+                Conversation::from_json(messages, variables, add_generation_prompt).map_err(EngineError::from)?;
+            Ok(self.tokenizer()?.encode_chat(&chat).map_err(EngineError::from)?)
         })
     }
 

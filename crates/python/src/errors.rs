@@ -45,6 +45,7 @@ pub fn to_py(error: &EngineError) -> PyErr {
             _ => PyOSError::new_err(text),
         },
         EngineError::Model(ModelError::Unsupported { .. }) => UnsupportedModelError::new_err(text),
+        EngineError::Model(ModelError::Conversation { .. }) => PyValueError::new_err(text),
         EngineError::Model(_) => ModelFormatError::new_err(text),
         EngineError::Budget(_) | EngineError::Governor(GovernorError::Budget(_)) => BudgetError::new_err(text),
         EngineError::Device(_) | EngineError::Kv(KvError::Store(_)) => DeviceError::new_err(text),

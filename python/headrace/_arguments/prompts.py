@@ -80,7 +80,7 @@ def is_one(checked: str | list[int] | list[str | list[int]]) -> bool:
 def _messages_hint(value: object) -> str:
     """What to do with messages of a chat."""
     if isinstance(value, Mapping) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
-        return "messages of a chat become a prompt by engine.apply_chat_template"
+        return "messages of a chat go to engine.chat, or become a prompt by engine.chat_token_ids"
     return ""
 
 

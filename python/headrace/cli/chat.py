@@ -45,7 +45,7 @@ def chat(engine: Engine, opening: list[dict[str, str]], generate: dict[str, Any]
 
 def _answer(engine: Engine, messages: list[dict[str, str]], generate: dict[str, Any]) -> str:
     """Prints what the model says to `messages`, and returns it. Ctrl-C ends it where it is."""
-    ids = engine.encode(engine.apply_chat_template(messages), add_special=False)
+    ids = engine.chat_token_ids(messages)
     said: list[str] = []
     with engine.stream(ids, **generate) as pieces:
         try:

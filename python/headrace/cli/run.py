@@ -118,7 +118,7 @@ def run(
         ids = engine.encode(text)
     else:
         messages.append({"role": "user", "content": text})
-        ids = engine.encode(engine.apply_chat_template(messages), add_special=False)
+        ids = engine.chat_token_ids(messages)
     with engine.stream(ids, **generate) as pieces:
         for piece in pieces:
             click.echo(piece, nl=False)

@@ -3,6 +3,7 @@
 use headrace_numerics::attention::AttentionParams;
 
 use crate::error::Result;
+use crate::families;
 use crate::gguf::header::GgufFile;
 use crate::gguf::hparams::{Arch, Hparams};
 use crate::gguf::tensors::Tensors;
@@ -31,7 +32,7 @@ pub(super) fn assemble(shards: &[GgufFile], special: SpecialTokens, vocab_len: u
     let lm_head = Linear { weight: head, bias: t.try_vector("output.bias", vocab)? };
     t.all_used(|name| is_precomputed(name, hp.layers))?;
     let stem = first.file.path.file_stem().map(|s| s.to_string_lossy().into_owned());
-    Ok(ModelSpec {
+    let spec = ModelSpec {
         container: "gguf",
         name: first.string("general.name")?.map(str::to_owned).or(stem).unwrap_or_default(),
         config: DecoderConfig {
@@ -53,7 +54,9 @@ pub(super) fn assemble(shards: &[GgufFile], special: SpecialTokens, vocab_len: u
         tensors: t.tensors,
         files: t.files,
         special,
-    })
+    };
+    families::check(&first.file.path, &spec)?;
+    Ok(spec)
 }
 
 /// Rows of the embedding, which the vocabulary's length and the metadata must agree with.

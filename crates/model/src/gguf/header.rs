@@ -8,7 +8,7 @@ use std::path::Path;
 use headrace_numerics::format::Format;
 
 use crate::error::{ModelError, Result};
-use crate::file::ModelFile;
+use crate::file::{ModelFile, refuse_lfs_pointer};
 use crate::gguf::reader::Reader;
 use crate::gguf::value::Value;
 use crate::gguf::{fault, ggml_type};
@@ -115,9 +115,7 @@ impl GgufFile {
 
 fn check_magic(r: &Reader<'_>) -> Result<()> {
     let bad = |what: String| Err(fault::format(r.path, None, Some(0), what));
-    if r.bytes.starts_with(b"version https://git-lfs") {
-        return bad("this is a Git LFS pointer, not the model itself; run `git lfs pull` where it was cloned".into());
-    }
+    refuse_lfs_pointer(r.path, r.bytes)?;
     match r.bytes.get(..4) {
         Some(b"GGUF") => Ok(()),
         Some(b"ggml" | b"ggmf" | b"ggjt" | b"lmgg" | b"fmgg" | b"tjgg") => {

@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::Origin;
 use crate::error::Result;
+use crate::file::read_small;
 
 /// The largest `genai_config.json` that is read.
 pub const MAX_CONFIG_BYTES: usize = 4 << 20;
@@ -59,8 +60,8 @@ pub struct DecoderSection {
 pub enum IntOrList {
     /// One.
     One(i64),
-    /// Several.
-    Many(Vec<i64>),
+    /// Several, some of which may be null.
+    Many(Vec<Option<i64>>),
 }
 
 impl IntOrList {
@@ -68,7 +69,7 @@ impl IntOrList {
     pub fn to_vec(&self) -> Vec<i64> {
         match self {
             IntOrList::One(i) => vec![*i],
-            IntOrList::Many(l) => l.clone(),
+            IntOrList::Many(l) => l.iter().copied().flatten().collect(),
         }
     }
 }
@@ -117,7 +118,7 @@ pub fn read(path: &Path) -> Result<GenaiConfig> {
         Ok(m) if m.is_file() && m.len() > MAX_CONFIG_BYTES as u64 => {
             return Err(origin.format(None, format!("{} bytes is no genai_config.json", m.len())));
         }
-        Ok(m) if m.is_file() => std::fs::read(path).map_err(|e| origin.io(e))?,
+        Ok(m) if m.is_file() => read_small(path, MAX_CONFIG_BYTES as u64)?,
         Ok(_) => return Err(origin.format(None, "not a regular file")),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             return Err(origin.format(

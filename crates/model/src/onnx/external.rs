@@ -7,22 +7,10 @@ use super::Origin;
 use crate::error::Result;
 use crate::file::ModelFile;
 
-/// Start of a file that Git LFS left in place of the real one.
-const LFS_POINTER: &[u8] = b"version https://git-lfs";
-
 /// Where the bytes of external data come from.
 pub trait DataSource {
     /// The file named `location` by tensor `tensor`; `location` has passed [`check_location`].
     fn open(&mut self, location: &str, tensor: &str) -> Result<ModelFile>;
-}
-
-/// Refuses a Git LFS pointer.
-pub fn refuse_lfs_pointer(file: &ModelFile) -> Result<()> {
-    if file.bytes.starts_with(LFS_POINTER) {
-        return Err(Origin { path: &file.path }
-            .format(None, "this is a Git LFS pointer, not the file itself; fetch the real one with `git lfs pull`"));
-    }
-    Ok(())
 }
 
 /// Refuses names that could lead out of the model's directory.
@@ -81,7 +69,6 @@ impl DataSource for Directory {
             ));
         }
         let file = ModelFile { path: path.clone(), ..ModelFile::open(&real)? };
-        refuse_lfs_pointer(&file)?;
         self.open.insert(real, file.clone());
         Ok(file)
     }

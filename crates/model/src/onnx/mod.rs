@@ -25,18 +25,16 @@ use prost::Message;
 
 use self::config::GenaiConfig;
 use self::decoder::{Decoder, FoundDecoder};
-use self::external::{DataSource, Directory, refuse_lfs_pointer};
+use self::external::{DataSource, Directory};
 use self::graph::Graph;
 use self::initializers::Initializers;
 use self::proto::{GraphProto, Model, ValueInfo};
 pub use self::rope_fit::{RopeFit, rope_fit};
 use self::weights::Weights;
 use crate::error::{ModelError, Result};
-use crate::file::ModelFile;
+use crate::families::{self, FAMILIES};
+use crate::file::{ModelFile, refuse_lfs_pointer};
 use crate::spec::{DecoderConfig, ModelSpec, RopeTables, SpecialTokens};
-
-/// Architectures that the recognised decoder covers.
-const ARCHITECTURES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 
 /// Versions of ONNX's own operators that mean what this loader takes them to mean.
 const OPSETS: std::ops::RangeInclusive<i64> = 13..=24;
@@ -102,7 +100,6 @@ pub fn load(path: &Path) -> Result<ModelSpec> {
         }
         other => other?,
     };
-    refuse_lfs_pointer(&file)?;
     let mut source = Directory::new(&file_path, dir);
     let name = dir.canonicalize().ok().and_then(|d| Some(d.file_name()?.to_string_lossy().into_owned()));
     let mut spec = read(&file, &config, &config_path, &mut source)?;
@@ -135,6 +132,7 @@ fn decode(file: &ModelFile, origin: &Origin<'_>) -> Result<Model> {
     if file.bytes.is_empty() {
         return Err(origin.format(None, "the file is empty"));
     }
+    refuse_lfs_pointer(&file.path, &file.bytes)?;
     wire::check(&file.bytes, origin)?;
     // Decoding from `Bytes` leaves `raw_data` where it is: in the mapping.
     Model::decode(file.bytes.clone()).map_err(|e| origin.format(None, format!("not a valid ONNX model: {e}")))
@@ -189,10 +187,11 @@ fn check_graph(graph: &GraphProto, config: &GenaiConfig, config_path: &Path, ori
             "GPT-OSS mixture-of-experts models are not supported yet",
         ));
     }
-    if !ARCHITECTURES.contains(&config.model.arch.as_str()) {
+    let known = FAMILIES.map(|family| family.arch);
+    if !known.contains(&config.model.arch.as_str()) {
         return Err(Origin { path: config_path }.unsupported(
             Some("model.type".into()),
-            format!("architecture {:?}; {} are supported", config.model.arch, ARCHITECTURES.join(", ")),
+            format!("architecture {:?}; {} are supported", config.model.arch, known.join(", ")),
         ));
     }
     if !graph.sparse_initializer.is_empty() {
@@ -237,7 +236,7 @@ fn read(file: &ModelFile, config: &GenaiConfig, config_path: &Path, source: &mut
     agree(config, config_path, &found, &weights, &origin)?;
     let special = special_tokens(config, config_path, found.vocab)?;
     let (tensors, files) = weights.finish();
-    Ok(ModelSpec {
+    let spec = ModelSpec {
         container: "onnx",
         name: file.path.display().to_string(),
         config: DecoderConfig {
@@ -259,7 +258,9 @@ fn read(file: &ModelFile, config: &GenaiConfig, config_path: &Path, source: &mut
         tensors,
         files,
         special,
-    })
+    };
+    families::check(&file.path, &spec)?;
+    Ok(spec)
 }
 
 /// Every node and initializer must have a part in the decoder.

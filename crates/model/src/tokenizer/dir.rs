@@ -1,8 +1,7 @@
 //! A tokenizer from the files of a model directory, as Hugging Face's libraries write them.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -11,6 +10,7 @@ use super::pieces::{Kind, Pieces, SPACE_MARK, byte_char, byte_level_bytes, sente
 use super::{Tokenizer, guarded};
 use crate::chat::{ChatTemplate, MAX_TEMPLATE};
 use crate::error::{ModelError, Result};
+use crate::file::read_small;
 use crate::spec::SpecialTokens;
 
 /// Largest `tokenizer.json`, bytes.
@@ -97,7 +97,8 @@ pub(super) fn load(dir: &Path) -> Result<Tokenizer> {
     let special = SpecialTokens { bos, eos: id("eos_token")?.into_iter().collect(), pad: id("pad_token")?, add_bos };
     let unk = id("unk_token")?;
     let template = template(dir, &config)?;
-    Ok(Tokenizer { path, inner, pieces: pieces.into(), special, unk, prefix, suffix, template })
+    let literal = OnceLock::new();
+    Ok(Tokenizer { path, inner, literal, pieces: pieces.into(), special, unk, prefix, suffix, template })
 }
 
 fn fault(path: &Path, key: Option<&str>, what: String) -> ModelError {
@@ -275,13 +276,7 @@ fn read_json(path: &Path) -> Result<Value> {
 }
 
 fn read_text(path: &Path, limit: u64) -> Result<String> {
-    let io = |source| ModelError::Io { path: path.to_path_buf(), source };
-    let mut bytes = Vec::new();
-    File::open(path).map_err(io)?.take(limit + 1).read_to_end(&mut bytes).map_err(io)?;
-    if bytes.len() as u64 > limit {
-        return Err(fault(path, None, format!("longer than {limit} bytes")));
-    }
-    String::from_utf8(bytes).map_err(|e| {
+    String::from_utf8(read_small(path, limit)?).map_err(|e| {
         let offset = Some(e.utf8_error().valid_up_to() as u64);
         ModelError::Format { path: path.to_path_buf(), tensor: None, offset, what: "not UTF-8".into() }
     })

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use tokenizers::AddedToken;
 
@@ -76,6 +77,7 @@ pub(super) fn build(path: &Path, vocab: &GgufVocab) -> Result<Tokenizer> {
         pieces: super::dir::pieces(path, &inner, rules.text)?.into(),
         path: path.to_path_buf(),
         inner,
+        literal: OnceLock::new(),
         special,
         unk: vocab.unknown(),
         prefix: Vec::new(),

@@ -70,6 +70,11 @@ impl GgufVocab {
         SpecialTokens { bos, eos, pad: self.pad, add_bos: bos.is_some() && self.add_bos.unwrap_or(self.usually_bos()) }
     }
 
+    /// True if the file has no vocabulary: no tokens, and no claim to have any.
+    pub fn is_absent(&self) -> bool {
+        self.tokens.is_empty() && matches!(self.model.as_str(), "" | "none" | "no_vocab")
+    }
+
     /// The token that stands for text that no other covers.
     pub(crate) fn unknown(&self) -> Option<u32> {
         self.unk.or(self.usual(0, token_type::UNKNOWN))

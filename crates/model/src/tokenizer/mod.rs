@@ -1,6 +1,7 @@
 //! Text to token ids and back, with the vocabulary that comes with a model: a `tokenizer.json`, or a GGUF file's metadata.
 
 mod bpe;
+mod chat;
 mod dir;
 mod from_gguf;
 pub mod gguf_vocab;
@@ -10,12 +11,12 @@ mod sentencepiece;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 pub use gguf_vocab::GgufVocab;
 pub use pieces::DecodeStream;
 
-use crate::chat::{ChatMessage, ChatTemplate, TemplateTokens};
+use crate::chat::ChatTemplate;
 use crate::error::{ModelError, Result};
 use crate::spec::SpecialTokens;
 use pieces::{Kind, Pieces};
@@ -24,6 +25,8 @@ use pieces::{Kind, Pieces};
 pub struct Tokenizer {
     path: PathBuf,
     inner: tokenizers::Tokenizer,
+    /// The same without a search for control tokens; made when it is needed first.
+    literal: OnceLock<Box<tokenizers::Tokenizer>>,
     pieces: Arc<Pieces>,
     special: SpecialTokens,
     unk: Option<u32>,
@@ -64,7 +67,8 @@ impl Tokenizer {
         from_gguf::build(path, vocab)
     }
 
-    /// Replaces the special ids by those that another file of the model gives; an empty or absent one changes nothing.
+    /// Takes the special ids that another file of the model gives: its `bos` and `pad` replace those known so far, its `eos`
+    /// come before them.
     ///
     /// # Errors
     /// `Format` if an id is not in the vocabulary.
@@ -74,25 +78,77 @@ impl Tokenizer {
         }
         self.special.bos = bos.or(self.special.bos);
         self.special.pad = pad.or(self.special.pad);
-        if !eos.is_empty() {
-            self.special.eos = eos.to_vec();
+        let own = std::mem::take(&mut self.special.eos);
+        for &id in eos.iter().chain(&own) {
+            if !self.special.eos.contains(&id) {
+                self.special.eos.push(id);
+            }
         }
         Ok(self)
     }
 
-    /// The ids of a text. Special tokens in the text are parsed. With `add_special` the ids start with `bos` if
-    /// [`SpecialTokens::add_bos`] says so, and carry whatever else the model's tokenizer puts around a text; leave it
-    /// out for text that a chat template made.
+    /// Replaces the tokens that end a generation.
+    pub(crate) fn set_eos(&mut self, eos: &[u32]) {
+        self.special.eos = eos.to_vec();
+    }
+
+    /// The id of a token that text is searched for as a whole, control token or not.
+    pub(crate) fn added_token(&self, token: &str) -> Option<u32> {
+        let id = self.inner.token_to_id(token)?;
+        self.inner.get_added_vocabulary().get_added_tokens_decoder().contains_key(&id).then_some(id)
+    }
+
+    /// The ids of a text. Control tokens in the text are parsed if `parse_special`, else they are plain text; tokens that were
+    /// added to the vocabulary as text are always parsed. With `add_special` the ids start with `bos` if
+    /// [`SpecialTokens::add_bos`] says so and the text doesn't start with it already, and carry whatever else the model's
+    /// tokenizer puts around a text.
     ///
     /// # Errors
-    /// `Format` if the vocabulary's own rules fail on the text.
-    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
-        let encoding = guarded(&self.path, "encoding failed", || self.inner.encode_fast(text, false))?;
+    /// `Format` if the vocabulary's own rules fail on the text; `Unsupported` if they make control tokens of plain text.
+    pub fn encode_with(&self, text: &str, add_special: bool, parse_special: bool) -> Result<Vec<u32>> {
+        let ids = if parse_special { self.parsed(text)? } else { self.literal(text)? };
         if !add_special {
-            return Ok(encoding.get_ids().to_vec());
+            return Ok(ids);
         }
-        let bos = self.special.bos.filter(|_| self.special.add_bos);
-        Ok(bos.iter().chain(&self.prefix).chain(encoding.get_ids()).chain(&self.suffix).copied().collect())
+        let starts = |bos: &u32| self.special.add_bos && ids.first() != Some(bos);
+        let bos = self.special.bos.filter(starts);
+        Ok(bos.iter().chain(&self.prefix).chain(&ids).chain(&self.suffix).copied().collect())
+    }
+
+    /// The ids of a text, control tokens in it parsed; see [`Tokenizer::encode_with`].
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode_with`].
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        self.encode_with(text, add_special, true)
+    }
+
+    /// The ids of a text in which control tokens are parsed.
+    fn parsed(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = guarded(&self.path, "encoding failed", || self.inner.encode_fast(text, false))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The ids of a text in which control tokens are plain text.
+    fn literal(&self, text: &str) -> Result<Vec<u32>> {
+        let ids = self.parsed(text)?;
+        if !ids.iter().any(|id| self.is_control(*id)) {
+            return Ok(ids);
+        }
+        let literal = self.literal.get_or_init(|| {
+            let mut literal = self.inner.clone();
+            literal.set_encode_special_tokens(true);
+            Box::new(literal)
+        });
+        let encoding = guarded(&self.path, "encoding failed", || literal.encode_fast(text, false))?;
+        match encoding.get_ids().iter().find(|id| self.is_control(**id) && Some(**id) != self.unk) {
+            None => Ok(encoding.get_ids().to_vec()),
+            Some(&id) => Err(ModelError::Unsupported {
+                path: self.path.clone(),
+                item: self.id_to_token(id),
+                what: "the vocabulary's own rules make this control token of plain text".into(),
+            }),
+        }
     }
 
     /// The text of token ids, without special tokens if `skip_special`. Bytes that are no UTF-8 become U+FFFD.
@@ -133,32 +189,6 @@ impl Tokenizer {
     /// The special tokens that the model's files name.
     pub fn special(&self) -> &SpecialTokens {
         &self.special
-    }
-
-    /// True if the model comes with a chat template.
-    pub fn has_chat_template(&self) -> bool {
-        self.template.is_some()
-    }
-
-    /// The text of a conversation as the model expects it; with `add_generation_prompt` it ends where the model's
-    /// answer starts. Encode it with `add_special = false`: a template writes its own `bos`.
-    ///
-    /// # Errors
-    /// `Unsupported` if the model has no template; `Template` if the template fails or refuses the messages.
-    pub fn apply_chat_template(&self, messages: &[ChatMessage], add_generation_prompt: bool) -> Result<String> {
-        let template = self.template.as_ref().ok_or_else(|| ModelError::Unsupported {
-            path: self.path.clone(),
-            item: Some("chat_template".into()),
-            what: "the model has no chat template; give it a plain prompt".into(),
-        })?;
-        let token = |id: Option<u32>| id.and_then(|id| self.id_to_token(id));
-        let tokens = TemplateTokens {
-            bos: token(self.special.bos),
-            eos: token(self.special.eos.first().copied()),
-            pad: token(self.special.pad),
-            unk: token(self.unk),
-        };
-        template.render(messages, add_generation_prompt, &tokens)
     }
 
     fn check_id(&self, id: u32) -> Result<()> {

@@ -47,8 +47,7 @@ fn a_head_of_its_own_and_its_bias() {
 #[test]
 fn every_bias_is_kept() {
     let mut g = Gguf::tiny("qwen2");
-    let biases = [("attn_q", 8), ("attn_k", 4), ("attn_v", 4), ("attn_output", 8), ("ffn_gate", 12), ("ffn_up", 12)];
-    for (part, n) in biases.into_iter().chain([("ffn_down", 8)]) {
+    for (part, n) in [("attn_output", 8), ("ffn_gate", 12), ("ffn_up", 12), ("ffn_down", 8)] {
         g.f32(&format!("blk.0.{part}.bias"), n);
     }
     let m = g.load().unwrap();
@@ -59,6 +58,20 @@ fn every_bias_is_kept() {
         assert_eq!((b.rows, b.cols), (1, w.rows), "{}", b.name);
         assert_eq!(w.name.replace("weight", "bias"), b.name);
     }
+}
+
+#[test]
+fn a_missing_bias_is_named() {
+    for part in ["attn_q", "attn_k", "attn_v"] {
+        let bias = format!("blk.0.{part}.bias");
+        let mut g = Gguf::tiny("qwen2");
+        g.drop_tensor(&bias).refused_format(&[&bias, "missing", "qwen2"]);
+    }
+    let mut llama = Gguf::tiny("llama");
+    llama.f32("blk.0.attn_q.bias", 8).f32("blk.0.attn_v.bias", 4);
+    llama.refused_format(&["blk.0.attn_k.bias", "blk.0.attn_q.bias"]);
+    llama.f32("blk.0.attn_k.bias", 4).load().unwrap();
+    llama.f32("blk.0.ffn_down.bias", 8).refused_format(&["blk.0.ffn_gate.bias", "blk.0.ffn_down.bias"]);
 }
 
 #[test]

@@ -54,7 +54,7 @@ fn damage(rng: &mut Rng, bytes: &mut Vec<u8>, donor: &[u8]) {
 #[test]
 fn random_damage() {
     let mut full = Gguf::tiny("llama");
-    full.f16("output.weight", &[HIDDEN, VOCAB]).f32("rope_freqs.weight", 2).f32("blk.0.attn_q.bias", 8);
+    full.f16("output.weight", &[HIDDEN, VOCAB]).f32("rope_freqs.weight", 2).f32("blk.0.attn_output.bias", 8);
     full.set("llama.attention.head_count_kv", Val::I32s(vec![1])).set("general.alignment", Val::U32(32));
     full.set("tokenizer.ggml.token_type", Val::I32s(vec![1; 10])).set("llama.attention.key_length", Val::U32(4));
     let seeds = [Gguf::tiny("llama").build(), Gguf::tiny("qwen2").build(), Gguf::tiny("qwen3").build(), full.build()];

@@ -16,7 +16,7 @@ fn write_fuzz_seeds() {
     }
     let mut full = Gguf::tiny("llama");
     full.f16("output.weight", &[HIDDEN, VOCAB]).f32("output.bias", VOCAB).f32("rope_freqs.weight", 2);
-    full.f32("blk.0.attn_q.bias", 8).set("llama.attention.head_count_kv", Val::I32s(vec![1]));
+    full.f32("blk.0.attn_output.bias", 8).set("llama.attention.head_count_kv", Val::I32s(vec![1]));
     full.set("llama.rope.scaling.type", Val::Str("linear")).set("llama.rope.scaling.factor", Val::F32(2.0));
     full.set("tokenizer.ggml.token_type", Val::I32s(vec![1; 10])).set("general.alignment", Val::U32(32));
     full.set("tokenizer.ggml.scores", Val::F32s(vec![0.5; 10]));

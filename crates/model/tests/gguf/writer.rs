@@ -155,6 +155,9 @@ impl Gguf {
         g.f16("blk.0.attn_q.weight", &[HIDDEN, 8]);
         g.f16("blk.0.attn_k.weight", &[HIDDEN, 4]);
         g.f16("blk.0.attn_v.weight", &[HIDDEN, 4]);
+        if arch == "qwen2" {
+            g.f32("blk.0.attn_q.bias", 8).f32("blk.0.attn_k.bias", 4).f32("blk.0.attn_v.bias", 4);
+        }
         if arch == "qwen3" {
             g.f32("blk.0.attn_q_norm.weight", 4);
             g.f32("blk.0.attn_k_norm.weight", 4);

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod apart;
 mod chat;
 mod gguf_vocab;
 mod golden;

@@ -1,19 +1,21 @@
-//! Chat templates: the text of a conversation as a model expects it, by the Jinja template that comes with the model.
+//! The Jinja template that comes with a model: it is run here, on a conversation's messages and variables.
 //!
 //! A template is a program from a file, so it runs under limits: its work, the memory it takes and its depth are bounded.
 //! One hole is known: the template library (minijinja 3.1) does not charge for what a list holds when it is joined with
 //! itself (`x = x + x`) or printed after it was nested in itself (`x = [x, x]`). A template that does either some forty
 //! times is not stopped.
 
+use std::collections::HashSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
+use crate::chat::Conversation;
 use crate::error::{ModelError, Result};
 
 /// Longest template, bytes.
@@ -24,22 +26,6 @@ const MAX_JSON: usize = 16 << 20;
 const BASE_FUEL: u64 = 1_000_000;
 /// More fuel for every message.
 const MESSAGE_FUEL: u64 = 10_000;
-
-/// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChatMessage {
-    /// Who speaks: `system`, `user`, `assistant`, or what else the template knows.
-    pub role: String,
-    /// What is said.
-    pub content: String,
-}
-
-impl ChatMessage {
-    /// A message.
-    pub fn new(role: impl Into<String>, content: impl Into<String>) -> ChatMessage {
-        ChatMessage { role: role.into(), content: content.into() }
-    }
-}
 
 /// A template and where it came from.
 #[derive(Clone, Debug)]
@@ -65,14 +51,13 @@ impl ChatTemplate {
     }
 
     /// The text of a conversation.
-    pub fn render(&self, messages: &[ChatMessage], prompt: bool, tokens: &TemplateTokens) -> Result<String> {
+    pub fn render(&self, conversation: &Conversation, tokens: &TemplateTokens) -> Result<String> {
         if self.source.len() > MAX_TEMPLATE {
             return Err(self.fault(None, format!("longer than {MAX_TEMPLATE} bytes")));
         }
-        let said: usize = messages.iter().map(|m| m.role.len() + m.content.len()).sum();
-        let fuel = BASE_FUEL + MESSAGE_FUEL * messages.len() as u64 + said as u64;
+        let fuel = BASE_FUEL + MESSAGE_FUEL * conversation.messages.len() as u64 + conversation.bytes() as u64;
         let source = without_generation_marks(&self.source);
-        self.run(&source, messages, prompt, tokens, fuel).map_err(|e| {
+        self.run(&source, conversation, tokens, fuel).map_err(|e| {
             let what = match e.kind() {
                 ErrorKind::OutOfFuel => format!("more work or more text than {fuel} units allow"),
                 kind => e.detail().map_or_else(|| kind.to_string(), |detail| format!("{kind}: {detail}")),
@@ -84,8 +69,7 @@ impl ChatTemplate {
     fn run(
         &self,
         source: &str,
-        messages: &[ChatMessage],
-        prompt: bool,
+        conversation: &Conversation,
         tokens: &TemplateTokens,
         fuel: u64,
     ) -> std::result::Result<String, Error> {
@@ -101,26 +85,45 @@ impl ChatTemplate {
         });
         env.add_function("strftime_now", strftime_now);
         let text = |token: &Option<String>| token.as_ref().map_or(Value::UNDEFINED, Value::from);
-        let context = minijinja::context! {
-            messages => messages.iter().map(message).collect::<Vec<Value>>(),
-            tools => Value::from(()),
-            documents => Value::from(()),
-            add_generation_prompt => prompt,
-            bos_token => text(&tokens.bos),
-            eos_token => text(&tokens.eos),
-            pad_token => text(&tokens.pad),
-            unk_token => text(&tokens.unk),
-        };
+        let messages: Vec<Value> = conversation.messages.iter().map(|m| Value::from_pairs(m.iter().cloned())).collect();
+        let mut context: Vec<(String, Value)> = vec![
+            ("messages".into(), Value::from(messages)),
+            ("tools".into(), Value::from(())),
+            ("documents".into(), Value::from(())),
+            ("add_generation_prompt".into(), Value::from(conversation.generation_prompt)),
+            ("bos_token".into(), text(&tokens.bos)),
+            ("eos_token".into(), text(&tokens.eos)),
+            ("pad_token".into(), text(&tokens.pad)),
+            ("unk_token".into(), text(&tokens.unk)),
+        ];
+        for (name, value) in &conversation.variables {
+            context.retain(|(known, _)| known != name);
+            context.push((name.clone(), value.clone()));
+        }
+        let context = Value::from_pairs(context);
         env.template_from_named_str(&self.name, source)?.render(context)
     }
 
-    fn fault(&self, line: Option<usize>, what: String) -> ModelError {
+    /// The template's text.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Variables that the template reads and doesn't set itself; none if it doesn't parse, which rendering it will tell.
+    pub fn variables(&self) -> HashSet<String> {
+        let mut env = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        if let Ok(syntax) = syntax {
+            env.set_syntax(syntax);
+        }
+        let source = without_generation_marks(&self.source);
+        env.template_from_named_str(&self.name, &source).map(|t| t.undeclared_variables(false)).unwrap_or_default()
+    }
+
+    /// A fault of the template, at a line if one is known.
+    pub fn fault(&self, line: Option<usize>, what: String) -> ModelError {
         ModelError::Template { path: self.path.clone(), template: self.name.clone(), line, what }
     }
-}
-
-fn message(m: &ChatMessage) -> Value {
-    Value::from_pairs([("role", m.role.as_str()), ("content", m.content.as_str())])
 }
 
 /// Templates may mark what the model said, `{% generation %}...{% endgeneration %}`, for training. The marks say nothing
