@@ -225,6 +225,13 @@ def test_an_empty_list_gives_an_empty_list_and_an_empty_prompt_an_error(tiny: he
     ):  # fmt: skip
         with pytest.raises(ValueError, match="must hold at least one token"):
             call()
+    # A text may hold none.
+    for call, name in (
+        (lambda: tiny.generate(""), "prompt"), (lambda: tiny.generate(["a", ""]), r"prompt\[1\]"), (lambda: tiny.stream(""), "prompt"),
+        (lambda: tiny.decode_greedy_batch(["a", ""], max_new_tokens=1), r"prompts\[1\]"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f'^{name} = "": must hold at least one token'):
+            call()
 
 
 def test_a_batch(tiny: headrace.Engine) -> None:

@@ -75,6 +75,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         assert "smollm3: no such file" in done.stderr and "smollm2-135m" in done.stderr and "GGUF" in done.stderr
 
 
+def test_a_name_that_can_t_be_fetched() -> None:
+    code, output = invoke("fetch", "smollm3")
+    assert code == 2 and 'name = "smollm3": must be one of "smollm2-135m"' in output
+
+
 def test_without_a_prompt_and_a_terminal() -> None:
     code, output = invoke("run", TINY)
     assert code == 2 and "PROMPT is missing" in output and "terminal" in output and '"-"' in output

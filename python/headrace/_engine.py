@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from headrace import _core
 from headrace._arguments import prompts as prompt_arguments
-from headrace._arguments.kinds import made_by
+from headrace._arguments.kinds import made_by, shown
 from headrace._arguments.tables import (
     FLAG,
     LENGTH,
@@ -360,7 +360,7 @@ class Engine:
             ids = self._prompt_ids(checked)  # type: ignore[arg-type]
             with GenerationProgress(progress, new) as bars:
                 return generation(self._inner.generate(ids, options, bars.callback), self, drawn_seed(options))
-        requests = [(self._prompt_ids(p), options) for p in checked]  # type: ignore[arg-type]
+        requests = [(self._prompt_ids(p, f"prompt[{i}]"), options) for i, p in enumerate(checked)]  # type: ignore[arg-type]
         if seed is None and drawn_seed(options) is not None:
             requests = [(ids, {**options, "seed": fresh_seed()}) for ids, options in requests]
         with GenerationProgress(progress, new and new * len(requests)) as bars:
@@ -440,8 +440,11 @@ class Engine:
         progress = PROGRESS.check("progress", progress)
         default = self.eos_token_ids
         requests: list[tuple[list[int], GenerateOptions]] = [
-            (self._prompt_ids(prompt), {**one, "max_new_tokens": new, "stop_tokens": default if stop is None else stop})
-            for prompt, new, stop in zip(checked, most, stops, strict=True)
+            (
+                self._prompt_ids(prompt, f"prompts[{i}]"),
+                {**one, "max_new_tokens": new, "stop_tokens": default if stop is None else stop},
+            )
+            for i, (prompt, new, stop) in enumerate(zip(checked, most, stops, strict=True))
         ]
         with GenerationProgress(progress, sum(most)) as bars:
             rows = self._inner.generate_all(requests, bars.callback)
@@ -536,9 +539,14 @@ class Engine:
         flag = FLAG.check("add_generation_prompt", add_generation_prompt)
         return self._inner.chat_token_ids(*conversation(messages, tools, variables), add_generation_prompt=flag)
 
-    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt that was checked."""
-        return self._inner.encode(prompt, add_special=True, parse_special=True) if isinstance(prompt, str) else prompt
+    def _prompt_ids(self, prompt: str | list[int], name: str = "prompt") -> list[int]:
+        """Token ids of a prompt that was checked; `name` is what an error calls it."""
+        if not isinstance(prompt, str):
+            return prompt
+        ids = self._inner.encode(prompt, add_special=True, parse_special=True)
+        if not ids:
+            raise ValueError(f"{name} = {shown(prompt)}: must hold at least one token")
+        return ids
 
     def _stop_tokens(self, stop_tokens: Sequence[int] | None) -> list[int]:
         """Stop tokens, checked; the model's own by default."""

