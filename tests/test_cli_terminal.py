@@ -126,8 +126,13 @@ def test_a_bar_of_a_stream_goes_before_the_text_comes(
 
 def test_ctrl_c_ends_a_simulation_at_once(smollm2: Path) -> None:
     command = ["plan", str(smollm2), "--simulate", "--steps", "10000", "--vram-limit", "60MB", "--max-context", "512"]
-    process = subprocess.Popen([*HEADRACE, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(3)
+    # The signal comes when everything is imported: before that it is the interpreter's own.
+    script = "import headrace.cli; print('ready', flush=True); headrace.cli.main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(1.5)
     assert process.poll() is None, process.communicate()
     sent = time.monotonic()
     process.send_signal(signal.SIGINT)
