@@ -6,7 +6,9 @@ import inspect
 from pathlib import Path
 
 import click
+from headrace._arguments.kinds import Choice, OrNone
 from headrace.cli import cli
+from headrace.cli.options import Checked
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 HEAD = """# The command line
@@ -19,11 +21,18 @@ ARGUMENTS = {
 }
 
 
+def choices_of(kind: click.ParamType) -> tuple[str, ...]:
+    """The names that may be given, where there is a list of them."""
+    argument = kind.argument if isinstance(kind, Checked) else None
+    argument = argument.of if isinstance(argument, OrNone) else argument
+    return argument.all_names() if isinstance(argument, Choice) else ()
+
+
 def table(command: click.Command) -> str:
     """Every argument and option of a command."""
     rows = ["| argument | meaning |", "| --- | --- |"]
     for parameter in command.params:
-        choices = parameter.type.choices if isinstance(parameter.type, click.Choice) else ()
+        choices = choices_of(parameter.type)
         said = f"One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
         if isinstance(parameter, click.Option):
             names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))

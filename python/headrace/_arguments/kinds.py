@@ -190,13 +190,14 @@ class Choice(Argument):
 
     @property
     def label(self) -> str:  # type: ignore[override]
-        return "[" + "|".join(self._all()) + "]"
+        return "[" + "|".join(self.all_names()) + "]"
 
-    def _all(self) -> tuple[str, ...]:
+    def all_names(self) -> tuple[str, ...]:
+        """The names, and what stands for the others."""
         return (*self.names, self.stands) if self.pattern else self.names
 
     def words(self) -> str:
-        return "one of " + ", ".join(f'"{name}"' for name in self._all())
+        return "one of " + ", ".join(f'"{name}"' for name in self.all_names())
 
     def check(self, name: str, value: Any) -> str:
         if not isinstance(value, str):
