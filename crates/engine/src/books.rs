@@ -8,6 +8,7 @@ use headrace_memory_governor::{
 };
 
 use crate::error::Result;
+use crate::process::own;
 
 /// Reclaim priority of what can't give way.
 const FIXED_PRIORITY: u32 = 100;
@@ -78,6 +79,8 @@ impl Books {
     /// # Errors
     /// The governor's, for a granule of 0.
     pub fn open(key: Option<&str>, limit: u64, granule: u64) -> Result<Arc<Books>> {
+        let key = key.map(own);
+        let key = key.as_deref();
         let mut shared = lock(&SHARED);
         if let Some(books) = key.and_then(|key| shared.get(key)).and_then(Weak::upgrade) {
             return Ok(books);
@@ -99,13 +102,13 @@ impl Books {
 
     /// The limit in force for the process, if any engine uses the memory that `key` names.
     pub fn limit_of(key: &str) -> Option<u64> {
-        let books = lock(&SHARED).get(key).and_then(Weak::upgrade)?;
+        let books = lock(&SHARED).get(&own(key)).and_then(Weak::upgrade)?;
         books.governor.report().pool(books.pool).map(|pool| pool.limit)
     }
 
     /// What engines hold for certain of the memory that `key` names.
     pub fn others_of(key: Option<&str>) -> Others {
-        let books = key.and_then(|key| lock(&SHARED).get(key).and_then(Weak::upgrade));
+        let books = key.and_then(|key| lock(&SHARED).get(&own(key)).and_then(Weak::upgrade));
         books.map_or_else(Others::default, |books| books.others(None))
     }
 

@@ -1,11 +1,9 @@
 //! One limit for everything on a device: who holds how much of it, and how the weights give way and come back.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use headrace_memory_governor::{Holder, HolderSpec, Lease, Report, Role, Source};
-use headrace_provider::{DeviceReport, LinkCeilings, PhysicalSource, RangeKind, StepInput, Ticket};
+use headrace_provider::{DeviceReport, LinkCeilings, PhysicalSource, RangeKind, StepInput, StepOutput, Ticket};
 
 use crate::books::{Member, Others};
 use crate::error::{EngineError, Result};
@@ -13,10 +11,11 @@ use crate::mode::PlacementMode;
 use crate::paged::{EpochReason, PagedWeights};
 use crate::plan::MemoryPlan;
 use crate::schedule::Ring;
+use crate::shared::{Held, Shared};
 
 mod give_way;
 
-use give_way::{GiveWay, PATIENCE};
+use give_way::GiveWay;
 
 /// Reclaim priority of the weights: they are the first to give way, their host copy being there always.
 const WEIGHTS_PRIORITY: u32 = 10;
@@ -52,7 +51,7 @@ pub struct Budget {
     /// Engines that had left the books when the weights last took what is free.
     left: u64,
     holders: Holders,
-    weights: Arc<Mutex<PagedWeights>>,
+    weights: Arc<Shared<PagedWeights>>,
     give_way: Arc<GiveWay>,
     staging_lease: Lease,
     kv_lease: Lease,
@@ -130,13 +129,12 @@ impl Budget {
         weights.provider_mut().resize(RangeKind::Workspace, plan.workspace)?;
         weights.set_mapped_budget(plan.choice.host_mapped_budget);
         held.push(reservation.commit());
-        let weights = Arc::new(Mutex::new(weights));
+        let weights = Arc::new(Shared::new(weights));
         let give_way = Arc::new(GiveWay {
             weights: weights.clone(),
             lease: Mutex::new(weights_holder.empty_lease()),
             target: Mutex::new(None),
             placing: Mutex::new(()),
-            wanted: AtomicBool::new(false),
             member: member.clone(),
         });
         weights_holder.set_reclaim(&give_way);
@@ -177,8 +175,13 @@ impl Budget {
     }
 
     /// The weights, for one operation.
-    pub fn weights(&self) -> MutexGuard<'_, PagedWeights> {
-        lock(&self.weights)
+    pub fn weights(&self) -> Held<'_, PagedWeights> {
+        self.weights.lock()
+    }
+
+    /// True once a thread, another engine's perhaps, has panicked in the middle of changing them.
+    pub fn is_broken(&self) -> bool {
+        self.weights.is_broken()
     }
 
     /// The plan it works by.
@@ -186,37 +189,44 @@ impl Budget {
         &self.plan
     }
 
-    /// Submits one step, after making the ring fit the placement.
+    /// Submits one step, after making the ring fit the placement; `None` if another engine has had what was in flight dropped:
+    /// [`PagedWeights::take_overtaken`] has to be asked first.
     ///
     /// # Errors
     /// The device's, or the governor's.
-    pub fn submit(&mut self, input: &StepInput) -> Result<Ticket> {
-        self.let_pass();
+    pub fn submit(&mut self, input: &StepInput) -> Result<Option<Ticket>> {
+        if self.weights().is_overtaken() {
+            return Ok(None);
+        }
         self.take_back();
         self.fit_ring()?;
-        Ok(self.weights().submit(input)?)
+        let mut weights = self.weights();
+        match weights.is_overtaken() {
+            true => Ok(None),
+            false => Ok(Some(weights.submit(input)?)),
+        }
     }
 
-    /// Most steps that may be in flight: 1 while another engine waits for the weights to give way.
+    /// Runs one step and waits for its results, so that no other engine comes in between. Nothing is in flight.
+    ///
+    /// # Errors
+    /// The device's, or the governor's.
+    pub fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> Result<()> {
+        self.take_back();
+        self.fit_ring()?;
+        let mut weights = self.weights();
+        let ticket = weights.submit(input)?;
+        Ok(weights.collect(ticket, output)?)
+    }
+
+    /// Most steps that may be in flight.
     pub fn max_in_flight(&self) -> usize {
-        let most = self.weights().max_in_flight();
-        if self.give_way.wanted.load(Ordering::Relaxed) { most.min(1) } else { most }
+        self.weights().max_in_flight()
     }
 
     /// What other engines have for certain in the same books.
     pub fn others(&self) -> Others {
         self.member.books().others(Some(&self.member))
-    }
-
-    /// With nothing in flight, waits until whoever waits for the weights to give way has them.
-    fn let_pass(&self) {
-        let since = Instant::now();
-        while self.give_way.wanted.load(Ordering::Relaxed) && self.weights().in_flight() == 0 {
-            if since.elapsed() > PATIENCE {
-                return;
-            }
-            std::thread::sleep(Duration::from_micros(50));
-        }
     }
 
     /// Once another engine has left the books, makes resident what fits now. A failure costs nothing but speed.

@@ -8,6 +8,7 @@ mod load;
 mod logits;
 mod step;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use headrace_model::ModelSpec;
@@ -19,7 +20,7 @@ pub use logits::Logits;
 
 use flight::Flights;
 
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::home::Home;
 use crate::inventory::Inventory;
 use crate::kv_state::KvState;
@@ -27,11 +28,18 @@ use crate::laps::Laps;
 use crate::options::{EngineOptions, GenerationOptions};
 use crate::paged::PagedCounters;
 use crate::plan::MemoryReport;
+use crate::process::Process;
 use crate::residency::TensorTrace;
 use crate::run::{FinishReason, Generation, Run, RunTime};
 use crate::sampling::Sampler;
 use crate::stats::{TimeStats, TokenStats};
 use crate::trade::Trade;
+
+/// The text of a panic.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref().copied());
+    text.unwrap_or("no message").to_string()
+}
 
 /// Called between steps; `Err` stops the work, whose pages are given back.
 pub type Hook<'a> = dyn FnMut(Progress) -> Result<()> + 'a;
@@ -54,6 +62,10 @@ pub struct Engine {
     options: EngineOptions,
     max_context: usize,
     home: Home,
+    /// What computes.
+    device: DeviceInfo,
+    /// Where it was loaded.
+    process: Process,
     kv: KvState,
     input: StepInput,
     output: StepOutput,
@@ -77,7 +89,54 @@ struct Counters {
     time: TimeStats,
 }
 
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if !self.process.is_current() {
+            // In a fork: its threads are not here to be waited for, and its card's context is the parent's.
+            std::mem::forget(self.lose("this process is a fork of the engine's".to_string()));
+        }
+    }
+}
+
 impl Engine {
+    /// Fails where the engine can't be used any more.
+    ///
+    /// # Errors
+    /// [`EngineError::Forked`], [`EngineError::Failed`].
+    pub fn check_usable(&self) -> Result<()> {
+        self.process.check()?;
+        self.home.check()
+    }
+
+    /// Runs `work`, which changes the engine. After a panic nobody knows how far it came: then the engine has failed, what it held
+    /// is given back, and every later call gets the same error.
+    fn guarded<T>(&mut self, work: impl FnOnce(&mut Engine) -> Result<T>) -> Result<T> {
+        self.process.check()?;
+        if let Err(error) = self.home.check() {
+            if !matches!(self.home, Home::Gone { .. }) {
+                return Err(self.fail(error.to_string()));
+            }
+            return Err(error);
+        }
+        catch_unwind(AssertUnwindSafe(|| work(self))).unwrap_or_else(|panic| Err(self.fail(panic_text(panic.as_ref()))))
+    }
+
+    /// Gives back what the engine held, and has it fail from now on.
+    fn fail(&mut self, what: String) -> EngineError {
+        log::error!("{}: the engine failed and can't be used any more: {what}", self.device.name);
+        let home = self.lose(what.clone());
+        if catch_unwind(AssertUnwindSafe(|| drop(home))).is_err() {
+            log::error!("{}: its memory may not have been given back: that panicked as well", self.device.name);
+        }
+        EngineError::Failed(what)
+    }
+
+    /// The model's home, which the engine has no more.
+    fn lose(&mut self, why: String) -> Home {
+        self.flights = Flights::default();
+        std::mem::replace(&mut self.home, Home::Gone { info: self.device.clone(), why })
+    }
+
     /// The model.
     pub fn model(&self) -> &Arc<ModelSpec> {
         &self.model
@@ -125,7 +184,7 @@ impl Engine {
 
     /// What computes.
     pub fn device(&self) -> DeviceInfo {
-        self.home.info()
+        self.device.clone()
     }
 
     /// What the model's files hold.
@@ -139,6 +198,10 @@ impl Engine {
     /// An empty prompt, a token outside the vocabulary, a prompt and `max_new_tokens` that don't fit `max_context`, or more
     /// than `max_batch` generations in work.
     pub fn start(&mut self, prompt: &[u32], options: GenerationOptions) -> Result<Run> {
+        self.guarded(|engine| engine.admit(prompt, options))
+    }
+
+    fn admit(&mut self, prompt: &[u32], options: GenerationOptions) -> Result<Run> {
         let new = self.limits().check(prompt, &options)?;
         let sequence = self.kv.create(prompt.len() + new)?;
         let sampler = Sampler::new(&options);
@@ -162,19 +225,27 @@ impl Engine {
     }
 
     /// Gives a generation's pages back and returns its result, kept logits included. A second call changes nothing and
-    /// returns the same without the logits.
+    /// returns the same without the logits. A failed engine has no pages to give back.
     pub fn finish(&mut self, run: &mut Run) -> Generation {
         if !std::mem::replace(&mut run.closed, true) {
-            let dropped = self.flights.drop_sequence(run.sequence);
-            self.count_dropped(dropped);
-            if self.flights.is_unwanted() {
-                self.home.abandon();
-            }
-            self.kv.free(run.sequence);
-            self.counters.tokens.generations += 1;
-            self.relax();
+            // What is wrong is said by whatever is asked of the engine next.
+            let _ = self.guarded(|engine| {
+                engine.give_back(run);
+                Ok(())
+            });
         }
         Generation::of(run)
+    }
+
+    fn give_back(&mut self, run: &Run) {
+        let dropped = self.flights.drop_sequence(run.sequence);
+        self.count_dropped(dropped);
+        if self.flights.is_unwanted() {
+            self.home.abandon();
+        }
+        self.kv.free(run.sequence);
+        self.counters.tokens.generations += 1;
+        self.relax();
     }
 
     /// Gives KV capacity back that is no longer needed. A device that can't is no reason to lose a result: the capacity stays.
@@ -193,6 +264,10 @@ impl Engine {
     /// `Budget` if the new limit can't hold what is needed; `Kv` if live sequences were promised more than it can hold;
     /// `Argument` on a device without a limit: see [`crate::EngineError`]. Nothing has changed then.
     pub fn set_vram_limit(&mut self, bytes: u64) -> Result<()> {
+        self.guarded(|engine| engine.change_limit(bytes))
+    }
+
+    fn change_limit(&mut self, bytes: u64) -> Result<()> {
         let plan = self.home.plan_for(bytes)?;
         self.land();
         let old = self.home.buckets(self.kv.geometry(), self.max_context, self.options.max_batch)?;
@@ -224,6 +299,7 @@ impl Engine {
     /// # Errors
     /// The device's.
     pub fn weight_checksums(&self) -> Result<Vec<Option<u64>>> {
+        self.check_usable()?;
         match self.home.budget() {
             Some(budget) => Ok(budget.weights().checksums()?),
             None => Ok(Vec::new()),

@@ -87,6 +87,21 @@ pub enum EngineError {
     /// The server was closed, or its thread has ended.
     #[error("the server is closed")]
     Closed,
+    /// A panic inside the engine, which is a bug: what it held was given back.
+    #[error(
+        "this engine failed inside and can't be used any more: {0}; its memory was given back, load the model again (and please \
+         report it with headrace.build_info())"
+    )]
+    Failed(String),
+    /// The engine belongs to another process.
+    #[error(
+        "this engine was loaded in process {loaded_in}, of which this process is a fork: its threads, and the card's context, are \
+         not here. Start processes with multiprocessing's method \"spawn\", or load an engine in the child"
+    )]
+    Forked {
+        /// That process.
+        loaded_in: u32,
+    },
     /// A bug.
     #[error("internal error, please report it with headrace.build_info(): {0}")]
     Internal(String),

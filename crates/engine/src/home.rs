@@ -48,6 +48,13 @@ pub(crate) enum Home {
         /// What it was planned from.
         sizes: Sizes,
     },
+    /// The engine failed: nothing is held any more.
+    Gone {
+        /// What computed.
+        info: DeviceInfo,
+        /// What happened.
+        why: String,
+    },
 }
 
 impl Home {
@@ -163,10 +170,32 @@ impl Home {
         })
     }
 
+    /// Fails if the engine has failed, or another one in the middle of changing this one's weights.
+    ///
+    /// # Errors
+    /// [`EngineError::Failed`].
+    pub(crate) fn check(&self) -> Result<()> {
+        match self {
+            Home::Gone { why, .. } => Err(EngineError::Failed(why.clone())),
+            Home::Paged { budget, .. } if budget.is_broken() => {
+                Err(EngineError::Failed("a thread panicked while it changed the weights".to_string()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn gone(&self) -> DeviceError {
+        let (info, why) = match self {
+            Home::Gone { info, why } => (info.name.clone(), why.clone()),
+            _ => (self.info().name, "the device is gone".to_string()),
+        };
+        DeviceError::Failed { device: info, what: why }
+    }
+
     /// The budget, where there is a limit.
     pub(crate) fn budget(&self) -> Option<&Budget> {
         match self {
-            Home::InPlace { .. } => None,
+            Home::InPlace { .. } | Home::Gone { .. } => None,
             Home::Paged { budget, .. } => Some(budget),
         }
     }
@@ -174,7 +203,7 @@ impl Home {
     /// What batches of sequences of `length` positions would take and save; `None` where nothing is limited.
     pub(crate) fn trade(&self, length: usize) -> Option<Trade> {
         match self {
-            Home::InPlace { .. } => None,
+            Home::InPlace { .. } | Home::Gone { .. } => None,
             Home::Paged { budget, sizes } => {
                 Some(Trade::new(budget.weights().schedule_layout(), budget.plan(), sizes, length))
             }
@@ -186,6 +215,7 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.fallbacks(),
             Home::Paged { budget, .. } => budget.weights().provider().fallbacks(),
+            Home::Gone { .. } => Vec::new(),
         }
     }
 
@@ -193,6 +223,7 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.info(),
             Home::Paged { budget, .. } => budget.weights().provider().info(),
+            Home::Gone { info, .. } => info.clone(),
         }
     }
 
@@ -201,6 +232,7 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.report(),
             Home::Paged { budget, .. } => budget.weights().provider().report(),
+            Home::Gone { .. } => DeviceReport::default(),
         }
     }
 
@@ -212,6 +244,7 @@ impl Home {
                 Ok(Buckets::new(1, most, geometry.page_bytes() as u64, provider.info().granule)?)
             }
             Home::Paged { budget, .. } => Ok(budget.plan().buckets.clone()),
+            Home::Gone { .. } => Err(self.gone().into()),
         }
     }
 
@@ -220,6 +253,7 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.max_in_flight(),
             Home::Paged { budget, .. } => budget.max_in_flight(),
+            Home::Gone { .. } => 1,
         }
     }
 
@@ -236,38 +270,68 @@ impl Home {
         }
     }
 
-    /// Submits one step behind those in flight.
-    pub(crate) fn submit(&mut self, input: &StepInput) -> Result<Ticket> {
+    /// True if another engine has had results dropped that were in flight; says so once. Then everything in flight has to be
+    /// landed, and what it would have given is computed again.
+    pub(crate) fn take_overtaken(&self) -> bool {
+        self.budget().is_some_and(|budget| budget.weights().take_overtaken())
+    }
+
+    /// Submits one step behind those in flight; `None` where another engine has had those dropped, so that nothing can follow them.
+    pub(crate) fn submit(&mut self, input: &StepInput) -> Result<Option<Ticket>> {
         match self {
             Home::InPlace { provider, step, step_bytes, counters } => {
                 let ticket = provider.submit(*step, input)?;
                 counters.host_computed_bytes += *step_bytes;
-                Ok(ticket)
+                Ok(Some(ticket))
             }
             Home::Paged { budget, .. } => budget.submit(input),
+            Home::Gone { .. } => Err(self.gone().into()),
         }
     }
 
-    /// Waits for the results of the step that was submitted first.
-    pub(crate) fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> Result<()> {
-        let collected = match self {
-            Home::InPlace { provider, .. } => provider.collect(ticket, output),
-            Home::Paged { budget, .. } => budget.weights().collect(ticket, output),
-        };
-        collected.map_err(Into::into)
+    /// Waits for the results of the step that was submitted first. False if another engine has had them dropped: then `output`
+    /// means nothing.
+    pub(crate) fn collect(&mut self, ticket: Ticket, output: &mut StepOutput) -> Result<bool> {
+        match self {
+            Home::InPlace { provider, .. } => provider.collect(ticket, output).map(|()| true).map_err(Into::into),
+            Home::Paged { budget, .. } => {
+                let mut weights = budget.weights();
+                let collected = weights.collect(ticket, output);
+                if !weights.is_overtaken() {
+                    return collected.map(|()| true).map_err(Into::into);
+                }
+                if let Err(error) = collected {
+                    log::warn!("a step that was dropped for another engine failed: {error}");
+                }
+                Ok(false)
+            }
+            Home::Gone { .. } => Err(self.gone().into()),
+        }
     }
 
     /// Runs one step; nothing is in flight.
     pub(crate) fn run(&mut self, input: &StepInput, output: &mut StepOutput) -> Result<()> {
-        let ticket = self.submit(input)?;
-        self.collect(ticket, output)
+        match self {
+            Home::Paged { budget, .. } => budget.run(input, output),
+            _ => match self.submit(input)? {
+                Some(ticket) => self.collect(ticket, output).map(drop),
+                None => Err(EngineError::Internal("a step was overtaken where nothing is shared".to_string())),
+            },
+        }
     }
 
     /// Calls `work` with the device.
-    pub(crate) fn with_provider<T>(&mut self, work: impl FnOnce(&mut dyn Provider) -> T) -> T {
+    ///
+    /// # Errors
+    /// What `work` says.
+    pub(crate) fn with_provider<T>(
+        &mut self,
+        work: impl FnOnce(&mut dyn Provider) -> std::result::Result<T, DeviceError>,
+    ) -> std::result::Result<T, DeviceError> {
         match self {
             Home::InPlace { provider, .. } => work(provider.as_mut()),
             Home::Paged { budget, .. } => work(budget.weights().provider_mut()),
+            Home::Gone { .. } => Err(self.gone()),
         }
     }
 
@@ -276,6 +340,7 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.read(RangeKind::Kv, offset, into),
             Home::Paged { budget, .. } => budget.weights().provider().read(RangeKind::Kv, offset, into),
+            Home::Gone { .. } => Err(self.gone()),
         }
     }
 
@@ -284,6 +349,7 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.mapped(RangeKind::Kv),
             Home::Paged { budget, .. } => budget.weights().provider().mapped(RangeKind::Kv),
+            Home::Gone { .. } => 0,
         }
     }
 
@@ -292,6 +358,7 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.resize(RangeKind::Kv, bytes).map(drop).map_err(Into::into),
             Home::Paged { budget, .. } => budget.grow_kv(bytes),
+            Home::Gone { .. } => Err(self.gone().into()),
         }
     }
 
@@ -300,6 +367,7 @@ impl Home {
         match self {
             Home::InPlace { provider, .. } => provider.resize(RangeKind::Kv, bytes).map(drop).map_err(Into::into),
             Home::Paged { budget, .. } => budget.shrink_kv(bytes),
+            Home::Gone { .. } => Err(self.gone().into()),
         }
     }
 
@@ -308,6 +376,7 @@ impl Home {
         match self {
             Home::InPlace { counters, .. } => counters.clone(),
             Home::Paged { budget, .. } => budget.weights().counters(),
+            Home::Gone { .. } => PagedCounters::default(),
         }
     }
 
@@ -332,6 +401,7 @@ impl Home {
                 Err(EngineError::argument("vram_limit", limit, "placement = unmanaged enforces no limit"))
             }
             Home::Paged { budget, sizes } => plan_under(budget, sizes, limit),
+            Home::Gone { .. } => Err(self.gone().into()),
         }
     }
 
@@ -342,6 +412,7 @@ impl Home {
     pub(crate) fn set_plan(&mut self, plan: MemoryPlan) -> Result<()> {
         match self {
             Home::InPlace { .. } => Ok(()),
+            Home::Gone { .. } => Err(self.gone().into()),
             Home::Paged { budget, sizes } => {
                 let limit = plan.breakdown.limit;
                 let measures = auto::depends_on_link(&plan, sizes);

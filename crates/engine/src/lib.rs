@@ -24,6 +24,7 @@ pub mod paged;
 pub mod placement;
 pub mod plan;
 pub mod probe;
+pub mod process;
 pub mod program;
 pub mod residency;
 pub mod run;
@@ -31,6 +32,7 @@ pub mod sampling;
 pub mod schedule;
 pub mod serve;
 mod setup;
+pub mod shared;
 pub mod stats;
 pub mod trade;
 

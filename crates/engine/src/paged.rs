@@ -48,6 +48,8 @@ pub struct PagedWeights {
     in_flight: usize,
     abandoned: usize,
     lost: usize,
+    /// True if another engine has had results dropped that somebody waited for, until that is noticed.
+    overtaken: bool,
     /// The policy in charge; `None` under the static schedule.
     dynamic: Option<Box<Dynamic>>,
     /// Under a policy, the results of the last step.
@@ -88,6 +90,7 @@ impl PagedWeights {
             in_flight: 0,
             abandoned: 0,
             lost: 0,
+            overtaken: false,
             dynamic,
             finished: None,
         })

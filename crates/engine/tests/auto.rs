@@ -71,7 +71,7 @@ fn cold_weights_are_read_in_place_where_that_is_measured_to_be_faster() {
                 assert!(choice.reason.contains(word), "{when}: {}", choice.reason);
             }
             assert_eq!(choice.host_mapped_budget > 0, mode == "hybrid", "{when}");
-            engine.reset_stats();
+            engine.reset_stats().unwrap();
             assert_eq!((tokens(&mut engine), tokens(&mut engine)), (expected.clone(), expected.clone()), "{when}");
             let weights = engine.stats().unwrap().weights;
             // Of embedding rows alone a step reads far less in place.
@@ -154,7 +154,7 @@ fn a_limit_that_is_lowered_below_what_fitted_has_the_link_measured_then() {
             let choice = choice(&engine);
             assert_eq!(choice.mode, mode, "{limit}: {}", choice.reason);
             assert_eq!(choice.reason.contains("GB/s"), mode != "resident", "{limit}: {}", choice.reason);
-            engine.reset_stats();
+            engine.reset_stats().unwrap();
             assert_eq!(tokens(&mut engine), expected, "{limit}");
             let copied = engine.stats().unwrap().weights.streamed_bytes;
             assert_eq!(copied > 0, mode == "stream" && limit == least, "{limit}");

@@ -32,7 +32,7 @@ fn streamed_steps_are_timed_against_the_link_and_resident_ones_have_no_copies() 
     let mut streaming = engine(breakdown.minimum(), Some(LINK)).unwrap();
     let run = |engine: &mut Engine| {
         engine.generate(&[1, 2, 3], GenerationOptions::greedy(2), &mut |_| Ok(())).unwrap();
-        engine.reset_stats();
+        engine.reset_stats().unwrap();
         engine.generate(&[1, 2, 3], GenerationOptions::greedy(8), &mut |_| Ok(())).unwrap();
         engine.stats().unwrap()
     };

@@ -94,7 +94,7 @@ fn every_mode_gives_the_cpus_tokens_and_reads_from_where_it_says() {
             let mut engine = engine.unwrap();
             let before = engine.weight_checksums().unwrap();
             for _ in 0..2 {
-                engine.reset_stats();
+                engine.reset_stats().unwrap();
                 assert_eq!(generate(&mut engine, 8).unwrap(), short, "{when}");
                 assert_eq!(generate(&mut engine, CONTEXT - PROMPT.len()).unwrap(), long, "{when}");
                 check_books(&engine, &probe, limit, &when);
@@ -236,7 +236,7 @@ fn a_changed_limit_holds_in_every_mode() {
         for limit in [least, most, (least + most) / 2, least] {
             let when = format!("{placement:?} to {limit}");
             engine.set_vram_limit(limit).unwrap();
-            engine.reset_stats();
+            engine.reset_stats().unwrap();
             assert_eq!(generate(&mut engine, CONTEXT - PROMPT.len()).unwrap(), long, "{when}");
             assert!(pool(&engine).peak <= limit && probe.total() <= limit, "{when}");
             let error = engine.set_vram_limit(least - GRANULE).unwrap_err();
@@ -264,12 +264,12 @@ fn a_limit_changes_whole_or_not_at_all() {
                     let struck = probe.fired() > 0;
                     let limit = if changed.is_ok() { to } else { from };
                     assert_eq!(engine.memory().unwrap().limit, limit, "{when}");
-                    engine.reset_stats();
+                    engine.reset_stats().unwrap();
                     check_ledger(&engine, limit, &when);
                     assert_eq!(generate(&mut engine, 8).unwrap(), short, "{when}: the engine afterwards");
                     engine.set_vram_limit(to).unwrap();
                     assert_eq!(generate(&mut engine, 8).unwrap(), short, "{when}: the change made again");
-                    engine.reset_stats();
+                    engine.reset_stats().unwrap();
                     assert!(probe.total() <= to, "{when}");
                     if !struck {
                         break;

@@ -90,7 +90,7 @@ fn a_second_engine_takes_its_needs_from_the_first_one_s_weights_and_gives_them_b
 
     drop(second);
     assert_eq!(tokens(&mut first), expected);
-    first.reset_stats();
+    first.reset_stats().unwrap();
     assert_eq!(tokens(&mut first), expected);
     assert_eq!(first.stats().unwrap().weights.streamed_bytes, 0, "everything is back");
     check(&pool(&first), everything);
@@ -126,7 +126,7 @@ fn the_limit_is_the_process_s_and_any_engine_changes_it() {
     assert_eq!(pool(&first).limit, 2 * everything);
     second.set_vram_limit(everything).unwrap();
     assert_eq!(pool(&first).limit, everything);
-    first.reset_stats();
+    first.reset_stats().unwrap();
     assert_eq!((tokens(&mut first), tokens(&mut second)), (expected.clone(), expected.clone()));
     check(&pool(&first), everything);
     assert!(first.set_vram_limit(minimum).is_err(), "the other one's promises don't fit");
@@ -148,6 +148,32 @@ fn a_step_that_a_stop_token_made_useless_keeps_nobody_waiting() {
         assert_eq!((tokens(&mut first), tokens(&mut second)), (expected.clone(), expected.clone()));
     }
     check(&pool(&first), everything);
+}
+
+#[test]
+fn steps_in_flight_that_are_not_collected_keep_nobody_waiting_and_are_computed_again() {
+    let (_, everything) = alone("uncollected");
+    let mut first = engine("uncollected", everything).unwrap();
+    let expected = tokens(&mut first);
+    let mut run = first.start(&PROMPT, GenerationOptions::greedy(12)).unwrap();
+    let mut guests = Vec::new();
+    while run.finish_reason().is_none() {
+        first.step(&mut [&mut run]).unwrap();
+        if guests.len() < 2 && run.new_tokens().len() % 4 == 2 {
+            // A stream that is not read on: a step of it is in flight.
+            first.reset_stats().unwrap();
+            let start = Instant::now();
+            guests.push(engine("uncollected", 2 * everything - 8 * GRANULE).unwrap());
+            assert!(start.elapsed() < Duration::from_secs(10), "it was waited for");
+            assert_eq!(tokens(guests.last_mut().unwrap()), expected);
+            first.step(&mut [&mut run]).unwrap();
+            let discarded = first.stats().unwrap().tokens;
+            assert_eq!((discarded.discarded_steps, discarded.discarded_rows), (1, 1), "one was in flight");
+        }
+    }
+    assert_eq!((first.finish(&mut run).token_ids, guests.len()), (expected.clone(), 2));
+    assert_eq!(tokens(&mut first), expected);
+    check(&pool(&first), 2 * everything - 8 * GRANULE);
 }
 
 #[test]

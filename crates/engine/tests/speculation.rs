@@ -40,7 +40,7 @@ fn tokens_logits_and_ends_are_those_of_plain_decode() {
                 let o = GenerationOptions { max_new_tokens: new, ..GenerationOptions::default() };
                 let plain = alone(&mut engine, &prompt, &o);
                 for speculation in [1, 3, 8] {
-                    engine.reset_stats();
+                    engine.reset_stats().unwrap();
                     let drafted = with_drafts(&mut engine, &prompt, &o, speculation);
                     assert_same(&plain, &drafted, &format!("seed {seed}, {length} + {new:?}, drafts of {speculation}"));
                     let stats = engine.stats().unwrap();

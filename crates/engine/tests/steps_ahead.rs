@@ -215,7 +215,7 @@ fn what_follows_a_stop_token_is_dropped_and_counted() {
             let (mut engine, seen) = engine(&model, depth, limit);
             // The ring is filled; what is counted from here on are steps alone.
             greedy(&mut engine, 1);
-            engine.reset_stats();
+            engine.reset_stats().unwrap();
             for round in 1..=3u64 {
                 assert_eq!(generate(&mut engine, PROMPTS[0], &options), all[..at], "depth {depth}");
                 let s = stats(&engine);

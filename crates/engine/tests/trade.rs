@@ -33,7 +33,7 @@ fn decode(engine: &mut Engine, sequences: usize, length: usize) -> Stats {
     // The first step takes all prompts whole.
     let first = batcher.step(engine);
     assert_eq!(first.iter().filter(|e| matches!(e, Event::Token { .. })).count(), sequences);
-    engine.reset_stats();
+    engine.reset_stats().unwrap();
     let mut stats = Stats::default();
     while !batcher.is_idle() {
         batcher.step(engine);

@@ -216,12 +216,12 @@ impl Engine {
         options: GenerateArguments,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<TokenStream> {
-        TokenStream::start(py, self.shared.clone(), &prompt, options.into(), progress)
+        TokenStream::start(py, &self.shared, &prompt, options.into(), progress)
     }
 
     /// Starts a thread that runs continuous generation on this engine.
     fn serve(&self, py: Python<'_>) -> PyResult<Server> {
-        Server::start(py, self.shared.clone(), self.vocab)
+        Server::start(py, &self.shared, self.vocab)
     }
 
     /// Logits of token rows, `(rows, vocab)`.
@@ -241,6 +241,7 @@ impl Engine {
     fn plan(&self, py: Python<'_>, length: Option<usize>) -> PyResult<String> {
         to_json(&detached(py, || {
             let engine = Turn::wait(&self.shared)?;
+            engine.check_usable()?;
             Ok((engine.inventory(), engine.memory().zip(engine.trade(length))))
         })?)
     }
@@ -258,7 +259,11 @@ impl Engine {
 
     /// What a residency policy made of each tensor's reads, as JSON.
     fn residency_trace(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&detached(py, || Ok(Turn::wait(&self.shared)?.residency_trace()))?)
+        to_json(&detached(py, || {
+            let engine = Turn::wait(&self.shared)?;
+            engine.check_usable()?;
+            Ok(engine.residency_trace())
+        })?)
     }
 
     /// The counters, as JSON.
@@ -269,7 +274,7 @@ impl Engine {
     /// Opens a new window for the totals.
     fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {
         detached(py, || {
-            Turn::wait(&self.shared)?.reset_stats();
+            Turn::wait(&self.shared)?.reset_stats()?;
             Ok(())
         })
     }

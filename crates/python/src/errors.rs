@@ -36,6 +36,13 @@ create_exception!(
     "A logit is not a finite number, so that no token can be chosen honestly."
 );
 
+create_exception!(
+    headrace,
+    EngineFailedError,
+    HeadraceError,
+    "This engine can't be used any more: it failed inside, or it belongs to the process that this one is a fork of."
+);
+
 /// The Python exception for an engine error.
 pub fn to_py(error: &EngineError) -> PyErr {
     let text = error.to_string();
@@ -51,6 +58,7 @@ pub fn to_py(error: &EngineError) -> PyErr {
         EngineError::Device(_) | EngineError::Kv(KvError::Store(_)) => DeviceError::new_err(text),
         EngineError::ContextLength { .. } => ContextLengthError::new_err(text),
         EngineError::NonFinite { .. } => NonFiniteError::new_err(text),
+        EngineError::Failed(_) | EngineError::Forked { .. } => EngineFailedError::new_err(text),
         EngineError::Argument { .. } => PyValueError::new_err(text),
         EngineError::Interrupted => PyKeyboardInterrupt::new_err(""),
         _ => HeadraceError::new_err(text),

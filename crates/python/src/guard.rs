@@ -8,9 +8,11 @@ use std::cell::Cell;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use headrace_engine::EngineError;
+use headrace_engine::process::Process;
 use headrace_engine::serve::SharedEngine;
 use parking_lot::MutexGuard;
 use pyo3::prelude::*;
@@ -36,7 +38,15 @@ impl From<EngineError> for Stop {
 
 /// Runs `work` without the GIL. A panic becomes a `HeadraceError`.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, Stop> + Send) -> PyResult<T> {
-    match py.detach(|| catch_unwind(AssertUnwindSafe(work))) {
+    let done = py.detach(|| {
+        let done = catch_unwind(AssertUnwindSafe(work));
+        if !Inside::is() {
+            // Mostly nothing: what ended inside has a thread of its own.
+            ENDS.run();
+        }
+        done
+    });
+    match done {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(Stop::Engine(error))) => Err(to_py(&error)),
         Ok(Err(Stop::Python(error))) => Err(error),
@@ -92,7 +102,12 @@ pub struct Turn<'a> {
 
 impl<'a> Turn<'a> {
     /// Waits for the engine; refused where this thread may be the one that has it.
-    pub fn wait(shared: &'a SharedEngine) -> Result<Turn<'a>, Stop> {
+    pub fn wait(shared: &'a Waiting<SharedEngine>) -> Result<Turn<'a>, Stop> {
+        Turn::wait_for(shared.get()?)
+    }
+
+    /// As [`Turn::wait`], of an engine that was loaded in this process.
+    pub fn wait_for(shared: &'a SharedEngine) -> Result<Turn<'a>, Stop> {
         may_wait()?;
         Ok(Turn { engine: shared.lock(), _inside: Inside::new() })
     }
@@ -113,40 +128,74 @@ impl DerefMut for Turn<'_> {
 }
 
 /// Something whose end waits for threads or locks: it ends without the GIL, and inside (where Python's collector may find it) on
-/// a thread of its own.
-pub struct Waiting<T: Send + 'static>(ManuallyDrop<T>);
+/// a thread of its own. In a fork of the process that made it, it can't be used, and doesn't end.
+pub struct Waiting<T: Send + 'static> {
+    value: ManuallyDrop<T>,
+    process: Process,
+}
 
 impl<T: Send + 'static> Waiting<T> {
     /// Keeps `value`.
     pub fn new(value: T) -> Waiting<T> {
-        Waiting(ManuallyDrop::new(value))
+        Waiting { value: ManuallyDrop::new(value), process: Process::current() }
     }
-}
 
-impl<T: Send + 'static> Deref for Waiting<T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        &self.0
+    /// The value.
+    ///
+    /// # Errors
+    /// In a fork: a lock of it that another thread held stays locked there, and its threads are gone.
+    pub fn get(&self) -> Result<&T, EngineError> {
+        self.process.check().map(|()| &*self.value)
     }
-}
 
-impl<T: Send + 'static> DerefMut for Waiting<T> {
-    fn deref_mut(&mut self) -> &mut T {
-        &mut self.0
+    /// As [`Waiting::get`].
+    pub fn get_mut(&mut self) -> Result<&mut T, EngineError> {
+        self.process.check().map(|()| &mut *self.value)
+    }
+
+    /// The value, for a look at what needs no lock and no thread.
+    pub fn peek(&self) -> &T {
+        &self.value
     }
 }
 
 impl<T: Send + 'static> Drop for Waiting<T> {
     fn drop(&mut self) {
+        if !self.process.is_current() {
+            return;
+        }
         // SAFETY: this is the only place that takes it, and nobody looks at it afterwards.
-        let value = unsafe { ManuallyDrop::take(&mut self.0) };
+        let value = unsafe { ManuallyDrop::take(&mut self.value) };
         let end = move || drop(catch_unwind(AssertUnwindSafe(|| drop(value))));
         if Inside::is() {
-            // Without a thread it ends here: better a wait than memory that never comes back.
-            let _ = std::thread::Builder::new().name("headrace-end".into()).spawn(end);
+            ENDS.later(Box::new(end));
         } else {
             Python::attach(|py| py.detach(end));
+        }
+    }
+}
+
+/// What is to end, found where this thread must not wait: on a thread of its own, or as soon as this one may.
+static ENDS: Ends = Ends(Mutex::new(Vec::new()));
+
+struct Ends(Mutex<Vec<Box<dyn FnOnce() + Send>>>);
+
+impl Ends {
+    /// Has `end` called by another thread. Where none can be had, this one does it once it is outside: here it may hold the very
+    /// lock that `end` waits for.
+    fn later(&'static self, end: Box<dyn FnOnce() + Send>) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(end);
+        // The closure takes nothing along that would end here if the thread isn't made.
+        if let Err(error) = std::thread::Builder::new().name("headrace-end".into()).spawn(|| self.run()) {
+            log::warn!(target: "headrace_python::guard", "no thread for what is to end, which this one does later: {error}");
+        }
+    }
+
+    fn run(&self) {
+        loop {
+            // The lock isn't held while something ends.
+            let Some(end) = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop() else { return };
+            end();
         }
     }
 }

@@ -23,8 +23,8 @@ mod _core {
     use super::engine::{simulate, total_memory};
     #[pymodule_export]
     use super::errors::{
-        BudgetError, ContextLengthError, DeviceError, HeadraceError, ModelFormatError, NonFiniteError,
-        UnsupportedModelError,
+        BudgetError, ContextLengthError, DeviceError, EngineFailedError, HeadraceError, ModelFormatError,
+        NonFiniteError, UnsupportedModelError,
     };
     #[pymodule_export]
     use super::serve::{Request, Server};

@@ -30,12 +30,12 @@ pub struct Server {
 
 impl Server {
     /// A server of its own thread.
-    pub fn start(py: Python<'_>, engine: SharedEngine, vocab: usize) -> PyResult<Server> {
+    pub fn start(py: Python<'_>, engine: &Waiting<SharedEngine>, vocab: usize) -> PyResult<Server> {
         logs::look_again(py);
         // Waits for whoever has the engine, to learn its limits.
         let inner = detached(py, || {
             may_wait()?;
-            Ok(headrace_engine::serve::Server::start(engine))
+            Ok(headrace_engine::serve::Server::start(engine.get()?.clone()))
         })??;
         let (woken, wakes) = channel();
         Ok(Server { inner: Waiting::new(inner), vocab, woken, wakes: Mutex::new(wakes) })
@@ -47,22 +47,26 @@ impl Server {
     /// Takes a request.
     fn submit(&self, py: Python<'_>, prompt: Vec<u32>, options: GenerateArguments) -> PyResult<Request> {
         logs::look_again(py);
-        let inner = detached(py, || Ok(self.inner.submit(prompt, options.into())?))?;
+        let inner = detached(py, || Ok(self.inner.get()?.submit(prompt, options.into())?))?;
         Ok(Request { inner, vocab: self.vocab, woken: self.woken.clone() })
     }
 
     /// Takes no further request, and returns once all have ended; `cancel` ends them now, and so does a signal. Called while this
     /// thread is at work for an engine (Python's collector does so) it can't wait for the end.
     fn close(&self, py: Python<'_>, cancel: bool) -> PyResult<()> {
+        let Ok(inner) = self.inner.get() else {
+            // In a fork there is nothing to end.
+            return Ok(());
+        };
         detached(py, || {
-            self.inner.close(cancel);
+            inner.close(cancel);
             let mut signals = Signals::new();
             let mut result = Ok(());
-            while !Inside::is() && !self.inner.wait_closed(PATIENCE) {
+            while !Inside::is() && !inner.wait_closed(PATIENCE) {
                 if result.is_ok() {
                     result = signals.check(|_| Ok(()));
                     if result.is_err() {
-                        self.inner.close(true);
+                        inner.close(true);
                     }
                 }
             }
@@ -74,12 +78,14 @@ impl Server {
     /// True once it takes no further request.
     #[getter]
     fn closed(&self) -> bool {
-        self.inner.is_closed()
+        // In a fork it takes no further request.
+        self.inner.get().map_or(true, |inner| inner.is_closed())
     }
 
     /// Waits for news of requests that were polled in vain, and returns their numbers; `None` once the server is closed.
     fn next_woken(&self, py: Python<'_>) -> PyResult<Option<Vec<u64>>> {
         detached(py, || {
+            self.inner.get()?;
             let wakes = self.wakes.lock().unwrap_or_else(PoisonError::into_inner);
             let first = wakes.recv().ok().flatten();
             Ok(first.map(|first| {

@@ -38,13 +38,13 @@ impl Drop for Work {
 
 impl Work {
     fn step(&mut self) -> Result<(), Stop> {
-        Ok(Turn::wait(&self.shared)?.step(&mut [&mut self.run])?)
+        Ok(Turn::wait_for(&self.shared)?.step(&mut [&mut self.run])?)
     }
 
     /// Gives the pages back, once.
     fn finish(&mut self) -> Result<(), Stop> {
         if !self.finished {
-            Turn::wait(&self.shared)?.finish(&mut self.run);
+            Turn::wait_for(&self.shared)?.finish(&mut self.run);
             self.finished = true;
         }
         Ok(())
@@ -73,7 +73,7 @@ impl TokenStream {
     /// Admits the generation.
     pub fn start(
         py: Python<'_>,
-        shared: SharedEngine,
+        shared: &Waiting<SharedEngine>,
         prompt: &[u32],
         options: GenerationOptions,
         progress: Option<Py<PyAny>>,
@@ -81,12 +81,12 @@ impl TokenStream {
         logs::look_again(py);
         detached(py, || {
             let (run, text) = {
-                let mut engine = Turn::wait(&shared)?;
+                let mut engine = Turn::wait(shared)?;
                 let text = engine.tokenizer().map(|t| t.decode_stream(true));
                 (engine.start(prompt, options)?, text)
             };
             let told = Told { tokens: Vec::new(), finish: run.finish_reason() };
-            let work = Work { shared, run, finished: false, text, given: 0, flushed: false };
+            let work = Work { shared: shared.get()?.clone(), run, finished: false, text, given: 0, flushed: false };
             Ok(TokenStream {
                 work: Waiting::new(Mutex::new(work)),
                 told: Mutex::new(told),
@@ -102,7 +102,9 @@ impl TokenStream {
 
     /// Ends the generation, unless a call is at work on it: that one does it then.
     fn end_if_free(&self) -> Result<(), Stop> {
-        self.work.try_lock().map_or(Ok(()), |mut work| work.finish())
+        // In a fork there is nothing to give back.
+        let Ok(work) = self.work.get() else { return Ok(()) };
+        work.try_lock().map_or(Ok(()), |mut work| work.finish())
     }
 
     /// What the next call of the iterator gives.
@@ -150,7 +152,7 @@ impl TokenStream {
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<(String, Option<u32>)>> {
         detached(py, || {
-            let result = match self.work.try_lock() {
+            let result = match self.work.get()?.try_lock() {
                 Some(mut work) => self.next(&mut work),
                 None if self.is_closed() => return Ok(None),
                 None => return Err(in_use()),

@@ -1,26 +1,23 @@
 //! How weights give way to another holder of the device's memory, in the middle of its growth.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
 
 use headrace_memory_governor::{Ask, Lease, Reclaim, ReclaimError};
 
 use super::{lock, record};
 use crate::books::Member;
 use crate::paged::{EpochReason, PagedWeights, Target};
+use crate::shared::{Held, Shared};
 
 /// The weights' side of a reclaim. Kept apart from the engine, because the governor calls it in the middle of a growth, which may
 /// be another engine's, on another thread.
 pub(super) struct GiveWay {
-    pub(super) weights: Arc<Mutex<PagedWeights>>,
+    pub(super) weights: Arc<Shared<PagedWeights>>,
     pub(super) lease: Mutex<Lease>,
     /// What an offer promised to go down to, from the offer to its end.
     pub(super) target: Mutex<Option<Promised>>,
     /// Held while weights become resident: no offer is made meanwhile, and none of them starts in the middle of one.
     pub(super) placing: Mutex<()>,
-    /// True while another engine waits until no step of this one is in flight.
-    pub(super) wanted: AtomicBool,
     /// The engine's part in the books.
     pub(super) member: Arc<Member>,
 }
@@ -33,33 +30,21 @@ pub(super) struct Promised {
     foreign: bool,
 }
 
-/// How long another engine waits for the steps in flight of the one that is to give way.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
-
 impl GiveWay {
-    /// The weights, with no step in flight. The engine submits one step at a time while somebody waits here.
-    fn weights_at_rest(&self) -> std::result::Result<MutexGuard<'_, PagedWeights>, ReclaimError> {
-        let since = Instant::now();
-        self.wanted.store(true, Ordering::Relaxed);
-        let at_rest = loop {
-            let weights = lock(&self.weights);
-            if weights.in_flight() == 0 {
-                break Ok(weights);
-            }
-            drop(weights);
-            if since.elapsed() > PATIENCE {
-                let what = format!("steps of another engine were in flight for {} s", PATIENCE.as_secs());
-                break Err(ReclaimError { what });
-            }
-            std::thread::sleep(Duration::from_micros(100));
-        };
-        self.wanted.store(false, Ordering::Relaxed);
-        at_rest
+    /// The weights, with no step in flight whose results anybody waits for. Any result may be dropped: what another engine has in
+    /// flight is, and it computes that again.
+    fn weights_at_rest(&self) -> std::result::Result<Held<'_, PagedWeights>, ReclaimError> {
+        let mut weights = self.weights.lock();
+        if self.weights.is_broken() {
+            return Err(ReclaimError { what: "another engine failed in the middle of a change".to_string() });
+        }
+        weights.overtake();
+        Ok(weights)
     }
 
     /// Gives back what the lease holds beyond what the weights need.
     pub(super) fn settle(&self) {
-        let held = lock(&self.weights).held_bytes();
+        let held = self.weights.lock().held_bytes();
         let mut lease = lock(&self.lease);
         let surplus = lease.bytes().saturating_sub(held);
         if surplus > 0 && lease.shrink(surplus).is_err() {
@@ -71,7 +56,7 @@ impl GiveWay {
 impl Reclaim for GiveWay {
     fn offer(&self, ask: &Ask) -> Vec<Lease> {
         let _placing = lock(&self.placing);
-        let weights = lock(&self.weights);
+        let weights = self.weights.lock();
         let held = weights.held_bytes();
         let target = weights.within(held.saturating_sub(ask.bytes));
         let freed = held - target.held;
@@ -96,7 +81,7 @@ impl Reclaim for GiveWay {
 
     fn evict(&self, _leases: &[Lease]) -> std::result::Result<(), ReclaimError> {
         let Some(Promised { target, reason, foreign }) = lock(&self.target).take() else { return Ok(()) };
-        let mut weights = if foreign { self.weights_at_rest()? } else { lock(&self.weights) };
+        let mut weights = if foreign { self.weights_at_rest()? } else { self.weights.lock() };
         let placed = weights.place(target, reason).map_err(|e| ReclaimError { what: e.to_string() });
         // Before the bytes are anybody else's.
         if let Err(error) = record(&self.member, &weights) {

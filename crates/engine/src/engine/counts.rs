@@ -12,6 +12,7 @@ impl Engine {
     /// # Errors
     /// The governor's, if its books were wrong.
     pub fn stats(&self) -> Result<Stats> {
+        self.check_usable()?;
         let info = self.home.info();
         let weights = self.home.counters();
         let (device, opened) = (self.home.device_report(), &self.device_before);
@@ -56,7 +57,17 @@ impl Engine {
     }
 
     /// Opens a new window: totals and peaks start again, gauges stay.
-    pub fn reset_stats(&mut self) {
+    ///
+    /// # Errors
+    /// [`crate::EngineError::Failed`], [`crate::EngineError::Forked`].
+    pub fn reset_stats(&mut self) -> Result<()> {
+        self.guarded(|engine| {
+            engine.open_window();
+            Ok(())
+        })
+    }
+
+    fn open_window(&mut self) {
         self.counters = Counters::default();
         self.before = self.home.counters();
         self.device_before = self.home.device_report();

@@ -45,6 +45,22 @@ impl Flight {
     fn is_live(&self) -> bool {
         self.parts.iter().any(|p| p.live)
     }
+
+    /// Drops the results.
+    pub fn drop_all(&mut self) -> Dropped {
+        self.drop_where(|_| true)
+    }
+
+    fn drop_where(&mut self, mut unwanted: impl FnMut(&mut Part) -> bool) -> Dropped {
+        let (was_live, mut rows) = (self.is_live(), 0);
+        for part in self.parts.iter_mut().filter(|p| p.live) {
+            if unwanted(part) {
+                part.live = false;
+                rows += (part.count + part.draft) as u64;
+            }
+        }
+        Dropped { steps: u64::from(was_live && !self.is_live()), rows }
+    }
 }
 
 /// How far a generation is once everything in flight has landed, if no stop token is chosen.
@@ -213,14 +229,9 @@ impl Flights {
     fn drop_where(&mut self, mut unwanted: impl FnMut(&mut Part) -> bool) -> Dropped {
         let mut dropped = Dropped::default();
         for flight in &mut self.queue {
-            let was_live = flight.is_live();
-            for part in flight.parts.iter_mut().filter(|p| p.live) {
-                if unwanted(part) {
-                    part.live = false;
-                    dropped.rows += (part.count + part.draft) as u64;
-                }
-            }
-            dropped.steps += u64::from(was_live && !flight.is_live());
+            let of = flight.drop_where(&mut unwanted);
+            dropped.steps += of.steps;
+            dropped.rows += of.rows;
         }
         dropped
     }

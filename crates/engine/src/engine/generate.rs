@@ -1,5 +1,6 @@
 //! Whole generations: steps until every one of them has ended, and a hook between the steps.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use super::{Engine, Hook, Progress};
@@ -15,9 +16,10 @@ impl Engine {
     /// Runs one generation to its end. The hook is called before every step.
     pub fn generate(&mut self, prompt: &[u32], options: GenerationOptions, hook: &mut Hook<'_>) -> Result<Generation> {
         let mut run = self.start(prompt, options)?;
-        let result = self.drive(&mut run, hook);
+        // A panic in the hook is the caller's: the run's pages are given back all the same.
+        let result = catch_unwind(AssertUnwindSafe(|| self.drive(&mut run, hook)));
         let generation = self.finish(&mut run);
-        result.map(|()| generation)
+        result.unwrap_or_else(|panic| resume_unwind(panic)).map(|()| generation)
     }
 
     fn drive(&mut self, run: &mut Run, hook: &mut Hook<'_>) -> Result<()> {
@@ -50,11 +52,12 @@ impl Engine {
             batcher.submit(self, prompt, options)?;
         }
         while !batcher.is_idle() {
-            let stopped = hook(batcher.progress()).and_then(|()| self.batch_step(&mut batcher, &mut results));
-            if let Err(error) = stopped {
+            let work = || hook(batcher.progress()).and_then(|()| self.batch_step(&mut batcher, &mut results));
+            let stopped = catch_unwind(AssertUnwindSafe(work));
+            if !matches!(stopped, Ok(Ok(()))) {
                 batcher.abandon(self, EngineError::Interrupted);
-                return Err(error);
             }
+            stopped.unwrap_or_else(|panic| resume_unwind(panic))?;
         }
         Ok(results.into_iter().flatten().collect())
     }

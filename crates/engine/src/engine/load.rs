@@ -18,6 +18,7 @@ use crate::laps::Laps;
 use crate::options::EngineOptions;
 use crate::paged::PagedCounters;
 use crate::plan::MemoryReport;
+use crate::process::Process;
 use crate::residency::{PolicyKind, Simulation, simulate};
 use crate::setup::{Chosen, Device, Setup, UNLIMITED};
 use crate::trade::Trade;
@@ -92,6 +93,8 @@ impl Engine {
             tokenizer: tokenizer.map(Arc::new),
             options,
             max_context: setup.max_context,
+            device: home.info(),
+            process: Process::current(),
             home,
             kv,
             input: StepInput::default(),

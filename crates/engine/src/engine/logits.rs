@@ -1,5 +1,6 @@
 //! Logits of given tokens, without a generation.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
 use headrace_kv::SequenceId;
@@ -26,6 +27,22 @@ impl Engine {
     /// # Errors
     /// As [`Engine::start`]; [`EngineError::NonFinite`] if any logit is not finite.
     pub fn logits(&mut self, sequences: &[Vec<u32>], last_only: bool, hook: &mut Hook<'_>) -> Result<Logits> {
+        // A panic in the hook is the caller's.
+        let mut panicked = None;
+        let mut hook = |progress| {
+            catch_unwind(AssertUnwindSafe(|| hook(progress))).unwrap_or_else(|panic| {
+                panicked = Some(panic);
+                Err(EngineError::Interrupted)
+            })
+        };
+        let result = self.guarded(|engine| engine.compute_logits(sequences, last_only, &mut hook));
+        match panicked {
+            Some(panic) => resume_unwind(panic),
+            None => result,
+        }
+    }
+
+    fn compute_logits(&mut self, sequences: &[Vec<u32>], last_only: bool, hook: &mut Hook<'_>) -> Result<Logits> {
         let vocab = self.model.config.vocab;
         let limits = self.limits();
         for (index, tokens) in sequences.iter().enumerate() {

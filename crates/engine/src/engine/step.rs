@@ -10,6 +10,17 @@ use crate::error::{EngineError, Result};
 use crate::run::Run;
 use crate::serve::draft;
 
+/// What became of the next step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Next {
+    /// It is in flight.
+    Submitted,
+    /// There is none to submit now.
+    Nothing,
+    /// What it would have followed was dropped for another engine.
+    Overtaken,
+}
+
 /// What a step's results were, for the counters.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct StepCount {
@@ -40,8 +51,24 @@ impl Engine {
     /// As [`Engine::step`], but what is wrong with single runs comes as `(index, error)` beside the others' success.
     ///
     /// # Errors
-    /// The device's.
+    /// The device's; [`EngineError::Failed`] after a panic.
     pub(crate) fn step_each(&mut self, runs: &mut [&mut Run]) -> Result<Vec<(usize, EngineError)>> {
+        self.guarded(|engine| {
+            loop {
+                match engine.try_step(runs)? {
+                    Some(failed) => return Ok(failed),
+                    // Another engine took weights in the middle of it: from the beginning, with nothing in flight.
+                    None => engine.land(),
+                }
+            }
+        })
+    }
+
+    /// One attempt; `None` if another engine has had dropped what was in flight.
+    fn try_step(&mut self, runs: &mut [&mut Run]) -> Result<Option<Vec<(usize, EngineError)>>> {
+        if self.home.take_overtaken() {
+            self.land();
+        }
         self.flights.call(runs);
         let dropped = self.flights.drop_unmatched(runs);
         self.count_dropped(dropped);
@@ -52,22 +79,25 @@ impl Engine {
             if let Some(error) = self.flights.take_failure(runs) {
                 return Err(error);
             }
-            if !self.submit_next(runs)? {
-                return Ok(Vec::new());
+            match self.submit_next(runs)? {
+                Next::Submitted => {}
+                Next::Nothing => return Ok(Some(Vec::new())),
+                Next::Overtaken => return Ok(None),
             }
         }
         let depth = self.steps_in_flight();
         while self.flights.may_follow(depth) {
             match self.submit_next(runs) {
-                Ok(true) => {}
-                Ok(false) => break,
+                Ok(Next::Submitted) => {}
+                Ok(Next::Nothing) => break,
+                Ok(Next::Overtaken) => return Ok(None),
                 // What is in flight gives its tokens first.
                 Err(error) => self.flights.fail(error, runs),
             }
         }
         match self.flights.pop() {
             Some(flight) => self.take(flight, runs),
-            None => Ok(Vec::new()),
+            None => Ok(Some(Vec::new())),
         }
     }
 
@@ -105,17 +135,17 @@ impl Engine {
 
     /// Submits the next step, if there is one: behind others, only one whose tokens the device knows by then and whose pages
     /// are there.
-    fn submit_next(&mut self, runs: &mut [&mut Run]) -> Result<bool> {
-        let Some(parts) = self.compose(runs)? else { return Ok(false) };
+    fn submit_next(&mut self, runs: &mut [&mut Run]) -> Result<Next> {
+        let Some(parts) = self.compose(runs)? else { return Ok(Next::Nothing) };
         let submitted = Instant::now();
-        let ticket = self.home.submit(&self.input)?;
+        let Some(ticket) = self.home.submit(&self.input)? else { return Ok(Next::Overtaken) };
         self.counters.tokens.steps += 1;
         self.counters.tokens.rows += self.input.rows.len() as u64;
         // A draft is made of known tokens: nothing can be drafted behind a step whose tokens aren't.
         let drafting = |part: &Part| part.gives.is_some() && runs[part.index].options.speculation > 0;
         let alone = self.input.want_logits || parts.iter().any(drafting);
         self.flights.push(Flight { ticket, parts, alone, submitted });
-        Ok(true)
+        Ok(Next::Submitted)
     }
 
     /// Fills `self.input` with the rows of the next step; `None` if there is none. Rows of runs that decode come first: a long
@@ -206,11 +236,16 @@ impl Engine {
         }
     }
 
-    /// Waits for the results of a step and gives each generation what is its. What is wrong with single ones is returned.
-    fn take(&mut self, flight: Flight, runs: &mut [&mut Run]) -> Result<Vec<(usize, EngineError)>> {
+    /// Waits for the results of a step and gives each generation what is its. What is wrong with single ones is returned; `None`
+    /// if the results were dropped for another engine.
+    fn take(&mut self, mut flight: Flight, runs: &mut [&mut Run]) -> Result<Option<Vec<(usize, EngineError)>>> {
         let collected = self.home.collect(flight.ticket, &mut self.output);
         let elapsed = self.flights.landed(&flight);
-        collected?;
+        if !collected? {
+            let dropped = flight.drop_all();
+            self.count_dropped(dropped);
+            return Ok(None);
+        }
         let mut failed = Vec::new();
         let mut count = StepCount::default();
         for part in flight.parts.iter().filter(|p| p.live) {
@@ -239,7 +274,7 @@ impl Engine {
             }
         }
         self.count_results(elapsed, count);
-        Ok(failed)
+        Ok(Some(failed))
     }
 
     /// Gives `run` the tokens that the step chose for it, whose results begin at wanted row `first`: one, and one more for each

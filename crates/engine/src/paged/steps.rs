@@ -39,6 +39,22 @@ impl PagedWeights {
         self.abandoned = self.in_flight;
     }
 
+    /// Drops the results of every step in flight, for another engine that can't wait until they are collected.
+    pub fn overtake(&mut self) {
+        self.overtaken |= self.in_flight() > 0;
+        self.abandon();
+    }
+
+    /// True if results were dropped so and nobody has taken note yet: nothing may be submitted behind them.
+    pub fn is_overtaken(&self) -> bool {
+        self.overtaken
+    }
+
+    /// As [`PagedWeights::is_overtaken`], and takes note of it.
+    pub fn take_overtaken(&mut self) -> bool {
+        std::mem::take(&mut self.overtaken)
+    }
+
     /// Most steps that may be submitted and not collected. Under a policy, which decides between the programs of one step, 1.
     pub fn max_in_flight(&self) -> usize {
         if self.dynamic.is_some() { 1 } else { self.provider.max_in_flight() }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::batcher::Outcome;
 use super::server::Command;
 use crate::error::EngineError;
+use crate::process::Process;
 
 /// Called once when there is news. Runs on the engine's thread: it must be short and never wait.
 pub type Wake = Box<dyn FnOnce() + Send>;
@@ -27,7 +28,8 @@ struct State {
     tokens: Vec<u32>,
     outcome: Option<Outcome>,
     waited: Option<u64>,
-    wakes: Vec<Wake>,
+    /// The wake of the last poll that found nothing.
+    wake: Option<Wake>,
 }
 
 /// What the engine's thread writes and a caller reads.
@@ -44,13 +46,15 @@ impl Feed {
     }
 
     fn change(&self, change: impl FnOnce(&mut State)) {
-        let wakes = {
+        let wake = {
             let mut state = self.lock();
             change(&mut state);
-            std::mem::take(&mut state.wakes)
+            state.wake.take()
         };
         self.changed.notify_all();
-        wakes.into_iter().for_each(|wake| wake());
+        if let Some(wake) = wake {
+            wake();
+        }
     }
 
     pub(super) fn started(&self, waited: u64) {
@@ -84,6 +88,8 @@ pub struct Request {
     pub(super) ticket: u64,
     pub(super) feed: Arc<Feed>,
     pub(super) commands: Sender<Command>,
+    /// Where its server is. In a fork of that process the server is not, and a lock may stay locked: then it has ended.
+    pub(super) process: Process,
 }
 
 impl Request {
@@ -94,38 +100,60 @@ impl Request {
 
     /// Token `at`, counted from 0, or what else there is to say about it; waits for it for at most `patience`.
     pub fn wait(&self, at: usize, patience: Duration) -> News {
+        if !self.process.is_current() {
+            return News::Ended;
+        }
         self.wait_until(patience, |state| Some(state.news(at)).filter(|news| *news != News::Pending))
             .unwrap_or(News::Pending)
     }
 
-    /// As [`Request::wait`] without waiting. Where the answer is [`News::Pending`], `wake` is called as soon as anything changes;
-    /// else it is dropped.
+    /// As [`Request::wait`] without waiting. Where the answer is [`News::Pending`], `wake` is called as soon as anything changes,
+    /// unless another poll comes first, whose wake is kept in its place, as in `Future::poll`: so whoever polls for several has them
+    /// all look again. Else it is dropped.
     pub fn poll(&self, at: usize, wake: impl FnOnce() + Send + 'static) -> News {
-        let mut state = self.feed.lock();
-        let news = state.news(at);
-        if news == News::Pending {
-            state.wakes.push(Box::new(wake));
+        if !self.process.is_current() {
+            return News::Ended;
         }
+        // What it replaces is dropped without the lock: it is the caller's code.
+        let (news, _replaced) = {
+            let mut state = self.feed.lock();
+            let news = state.news(at);
+            let replaced = match news {
+                News::Pending => state.wake.replace(Box::new(wake)),
+                News::Token(_) | News::Ended => None,
+            };
+            (news, replaced)
+        };
         news
     }
 
     /// How it ended; waits for that for at most `patience`.
     pub fn outcome(&self, patience: Duration) -> Option<Outcome> {
-        self.wait_until(patience, |state| state.outcome.clone())
+        match self.process.check() {
+            Ok(()) => self.wait_until(patience, |state| state.outcome.clone()),
+            Err(error) => Some(Err(Arc::new(error))),
+        }
     }
 
     /// Tokens so far.
     pub fn tokens(&self) -> Vec<u32> {
+        if !self.process.is_current() {
+            return Vec::new();
+        }
         self.feed.lock().tokens.clone()
     }
 
     /// Steps that it waited for its start; `None` if it hasn't started.
     pub fn waited(&self) -> Option<u64> {
+        self.process.check().ok()?;
         self.feed.lock().waited
     }
 
     /// Asks for its end. What it gave so far is its result.
     pub fn cancel(&self) {
+        if !self.process.is_current() {
+            return;
+        }
         // A server that is gone has ended every request.
         let _ = self.commands.send(Command::Cancel(self.ticket));
     }
@@ -148,7 +176,7 @@ impl Request {
 
 impl Drop for Request {
     fn drop(&mut self) {
-        if self.feed.lock().outcome.is_none() {
+        if self.process.is_current() && self.feed.lock().outcome.is_none() {
             self.cancel();
         }
     }

@@ -15,6 +15,7 @@ use super::feed::{Feed, Request, Writer};
 use crate::engine::{Engine, Limits};
 use crate::error::{EngineError, Result};
 use crate::options::GenerationOptions;
+use crate::process::Process;
 
 /// An engine that several threads use in turns. The lock is handed on fairly, so that nobody waits for more than a step.
 pub type SharedEngine = Arc<FairMutex<Engine>>;
@@ -38,6 +39,7 @@ pub(super) enum Command {
 /// Continuous generation for other threads. Dropping it cancels what is in work and waits for the step under way.
 pub struct Server {
     limits: Limits,
+    process: Process,
     commands: Sender<Command>,
     next: AtomicU64,
     closed: Arc<AtomicBool>,
@@ -63,6 +65,7 @@ impl Server {
         })?;
         Ok(Server {
             limits,
+            process: Process::current(),
             commands: sender,
             next: AtomicU64::new(0),
             closed,
@@ -76,6 +79,7 @@ impl Server {
     /// # Errors
     /// As [`Engine::start`], but for the pages, for which it waits; [`EngineError::Closed`].
     pub fn submit(&self, prompt: Vec<u32>, options: GenerationOptions) -> Result<Request> {
+        self.process.check()?;
         self.limits.check(&prompt, &options)?;
         if self.closed.load(Ordering::Acquire) {
             return Err(EngineError::Closed);
@@ -84,18 +88,24 @@ impl Server {
         let feed = Arc::new(Feed::default());
         let submit = Command::Submit { ticket, prompt, options: Box::new(options), feed: Writer(feed.clone()) };
         self.commands.send(submit).map_err(|_| EngineError::Closed)?;
-        Ok(Request { ticket, feed, commands: self.commands.clone() })
+        Ok(Request { ticket, feed, commands: self.commands.clone(), process: self.process })
     }
 
     /// Takes no further request from now on. Those that there are go on to their ends, or with `cancel` end now.
     pub fn close(&self, cancel: bool) {
         self.closed.store(true, Ordering::Release);
+        if !self.process.is_current() {
+            return;
+        }
         // Fails if the thread has ended already.
         let _ = self.commands.send(Command::Close { cancel });
     }
 
     /// Waits at most `patience` for the end of the thread after [`Server::close`]; true if it has ended.
     pub fn wait_closed(&self, patience: Duration) -> bool {
+        if !self.process.is_current() {
+            return true;
+        }
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         matches!(ended.recv_timeout(patience), Err(RecvTimeoutError::Disconnected))
     }
@@ -109,6 +119,10 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.close(true);
+        if !self.process.is_current() {
+            // A fork has no such thread to wait for.
+            std::mem::forget(self.thread.take());
+        }
         if let Some(Err(_)) = self.thread.take().map(JoinHandle::join) {
             log::error!("the server's thread panicked");
         }
@@ -291,6 +305,30 @@ mod tests {
             }
         }
         assert_eq!(at, 40);
+    }
+
+    #[test]
+    fn polls_in_vain_keep_one_wake_however_many_they_are() {
+        let engine = engine();
+        let server = Server::start(engine.clone()).unwrap();
+        let (kept, calls) = (Arc::new(()), Arc::new(AtomicU64::new(0)));
+        let request = {
+            // Nothing changes while the engine is held.
+            let _held = engine.lock();
+            let request = server.submit(vec![1, 2, 3], GenerationOptions::greedy(4)).unwrap();
+            for _ in 0..10_000 {
+                let (own, calls) = (kept.clone(), calls.clone());
+                let wake = move || {
+                    calls.fetch_add(1, Ordering::Relaxed);
+                    drop(own);
+                };
+                assert_eq!(request.poll(0, wake), News::Pending);
+            }
+            assert_eq!(Arc::strong_count(&kept), 2, "one of them is kept");
+            request
+        };
+        assert!(request.outcome(LONG).unwrap().is_ok());
+        assert_eq!((calls.load(Ordering::Relaxed), Arc::strong_count(&kept)), (1, 1));
     }
 
     #[test]

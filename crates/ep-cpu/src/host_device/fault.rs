@@ -50,6 +50,7 @@ pub fn index(range: RangeKind) -> usize {
 #[derive(Debug, Default)]
 struct State {
     faults: Mutex<Vec<Fault>>,
+    panics: Mutex<Vec<Fault>>,
     fired: AtomicU64,
     mapped: [AtomicU64; 4],
     peak: [AtomicU64; 4],
@@ -72,6 +73,11 @@ impl DeviceProbe {
     /// Makes one operation fail, once.
     pub fn inject(&self, fault: Fault) {
         self.state.faults.lock().unwrap_or_else(PoisonError::into_inner).push(fault);
+    }
+
+    /// Makes one operation panic, once, as a bug in the provider would.
+    pub fn inject_panic(&self, fault: Fault) {
+        self.state.panics.lock().unwrap_or_else(PoisonError::into_inner).push(fault);
     }
 
     /// Faults that have fired.
@@ -121,19 +127,21 @@ impl DeviceProbe {
 
     /// Counts an operation; true if it is to fail.
     pub(super) fn strikes(&self, at: FaultPoint) -> bool {
-        let mut faults = self.state.faults.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut hit = false;
-        faults.retain_mut(|f| {
-            if f.at != at {
-                return true;
-            }
-            f.nth = f.nth.saturating_sub(1);
-            hit |= f.nth == 0;
-            f.nth > 0
-        });
-        if hit {
-            self.state.fired.fetch_add(1, Ordering::Relaxed);
-        }
+        let due = |faults: &Mutex<Vec<Fault>>| {
+            let mut hit = false;
+            faults.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|f| {
+                if f.at != at {
+                    return true;
+                }
+                f.nth = f.nth.saturating_sub(1);
+                hit |= f.nth == 0;
+                f.nth > 0
+            });
+            hit
+        };
+        let (panics, hit) = (due(&self.state.panics), due(&self.state.faults));
+        self.state.fired.fetch_add(u64::from(panics) + u64::from(hit), Ordering::Relaxed);
+        assert!(!panics, "{at:?}: a panic that was asked for");
         hit
     }
 

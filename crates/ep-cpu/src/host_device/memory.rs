@@ -29,6 +29,13 @@ pub struct DeviceMemory {
     probe: DeviceProbe,
 }
 
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        super::fault::RANGES.into_iter().for_each(|range| self.probe.set_mapped(range, 0));
+        self.probe.set_fixed(0);
+    }
+}
+
 impl DeviceMemory {
     /// Reserves the ranges; nothing is backed yet.
     pub fn new(options: &HostOptions, probe: DeviceProbe) -> Result<DeviceMemory, DeviceError> {
