@@ -45,6 +45,7 @@ struct State {
 }
 
 /// The books of one physical memory.
+#[derive(Debug)]
 pub struct Books {
     governor: Governor,
     pool: Pool,
@@ -55,6 +56,7 @@ pub struct Books {
 }
 
 /// One engine's part in the books; it ends when this is dropped.
+#[derive(Debug)]
 pub struct Member {
     books: Arc<Books>,
     number: u64,
@@ -79,13 +81,20 @@ impl Books {
     /// # Errors
     /// The governor's, for a granule of 0.
     pub fn open(key: Option<&str>, limit: u64, granule: u64) -> Result<Arc<Books>> {
+        Books::open_pool(Pool::Device(0), key, limit, granule)
+    }
+
+    /// As [`Books::open`], of memory of another kind.
+    ///
+    /// # Errors
+    /// As [`Books::open`].
+    pub fn open_pool(pool: Pool, key: Option<&str>, limit: u64, granule: u64) -> Result<Arc<Books>> {
         let key = key.map(own);
         let key = key.as_deref();
         let mut shared = lock(&SHARED);
         if let Some(books) = key.and_then(|key| shared.get(key)).and_then(Weak::upgrade) {
             return Ok(books);
         }
-        let pool = Pool::Device(0);
         let books = Arc::new(Books {
             governor: Governor::new([PoolSpec { pool, limit, granule }])?,
             pool,
@@ -174,6 +183,11 @@ impl Books {
     /// The governor's, if what is held can't be brought below it.
     pub fn set_limit(&self, limit: u64) -> Result<()> {
         Ok(self.governor.set_limit(self.pool, limit)?)
+    }
+
+    /// The ledger.
+    pub fn report(&self) -> Report {
+        self.governor.report()
     }
 
     /// Peaks start again at what is held now.

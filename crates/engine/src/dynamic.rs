@@ -5,10 +5,11 @@
 //! piece leaves and comes back. Between two programs nothing is in flight: that is when victims are unmapped.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use headrace_model::ModelSpec;
 use headrace_provider::{
-    DeviceError, Instr, Op, Place, ProgramId, Provider, Segment, StepInput, StepOutput, StepProgram,
+    ClockReport, DeviceError, Instr, Op, Place, ProgramId, Provider, Segment, StepInput, StepOutput, StepProgram,
 };
 
 use crate::error::Result;
@@ -45,8 +46,33 @@ struct Linear {
     op: Op,
 }
 
+/// Time of whole steps under a policy, which the device sees as many small programs with loads between them.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct PolicyClock {
+    steps: u64,
+    step_seconds: f64,
+    page_in_bytes: u64,
+    page_in_seconds: f64,
+}
+
+impl PolicyClock {
+    /// Turns the device's figures of programs into those of steps, and adds the page-ins that it made between them, by the host's
+    /// clock: a load is over when it returns.
+    pub(crate) fn complete(&self, clock: &mut ClockReport) {
+        // A device that knows each program in all parts knows each step so.
+        if clock.sampled_steps == clock.steps {
+            (clock.sampled_steps, clock.sampled_seconds) = (self.steps, self.step_seconds);
+        }
+        (clock.steps, clock.step_seconds) = (self.steps, self.step_seconds);
+        clock.copied_bytes += self.page_in_bytes;
+        clock.sampled_bytes += self.page_in_bytes;
+        clock.copy_seconds += self.page_in_seconds;
+    }
+}
+
 /// Weights under a policy.
 pub(crate) struct Dynamic {
+    clock: PolicyClock,
     cache: ResidencyCache,
     chunks: Vec<Chunk>,
     schedule: Arc<PieceLayout>,
@@ -79,12 +105,18 @@ impl Dynamic {
             budget: options.policy_budget,
             capacity: 0,
             quiet: StepInput::default(),
+            clock: PolicyClock::default(),
         })
     }
 
     /// The cache.
     pub(crate) fn cache(&self) -> &ResidencyCache {
         &self.cache
+    }
+
+    /// Time of the steps so far.
+    pub(crate) fn clock(&self) -> PolicyClock {
+        self.clock
     }
 
     /// The static schedule's pieces.
@@ -151,6 +183,7 @@ impl Dynamic {
         input: &StepInput,
         output: &mut StepOutput,
     ) -> std::result::Result<(), DeviceError> {
+        let (since, (bytes, nanos)) = (Instant::now(), weights.loaded());
         self.quiet.clone_from(input);
         self.quiet.want_logits = false;
         for index in 0..self.chunks.len() {
@@ -173,6 +206,11 @@ impl Dynamic {
                 Access::Bypass => self.cache.bypassed(piece),
             }
         }
+        let (now_bytes, now_nanos) = weights.loaded();
+        self.clock.steps += 1;
+        self.clock.step_seconds += since.elapsed().as_secs_f64();
+        self.clock.page_in_bytes += now_bytes - bytes;
+        self.clock.page_in_seconds += (now_nanos - nanos) as f64 / 1e9;
         Ok(())
     }
 

@@ -15,6 +15,7 @@ use crate::budget::{Budget, Replan};
 use crate::cards::AbsentCard;
 use crate::dynamic::policy_limits;
 use crate::error::{EngineError, Result};
+use crate::host_ledger::HostMemory;
 use crate::laps::Laps;
 use crate::layout::PieceLayout;
 use crate::mode::PlacementMode;
@@ -29,7 +30,7 @@ use crate::trade::Trade;
 
 mod needs;
 
-use needs::{check_in_place, device_needs, plan_under};
+use needs::{check_in_place, device_needs, expect_sizes, plan_under};
 
 /// A model's home.
 pub(crate) enum Home {
@@ -47,6 +48,8 @@ pub(crate) enum Home {
         budget: Box<Budget>,
         /// What it was planned from.
         sizes: Sizes,
+        /// What the device page-locks of the host, where it does.
+        host: Option<Arc<HostMemory>>,
     },
     /// The engine failed: nothing is held any more.
     Gone {
@@ -63,6 +66,7 @@ impl Home {
         mut provider: Box<dyn Provider>,
         model: &Arc<ModelSpec>,
         geometry: KvGeometry,
+        max_context: usize,
         options: &EngineOptions,
         laps: &mut Laps,
     ) -> Result<Home> {
@@ -73,6 +77,9 @@ impl Home {
         provider.attach(model.clone(), geometry)?;
         laps.end("attach");
         let step = program::in_place(model, options);
+        provider.expect_at_most(RangeKind::Workspace, step.workspace_bytes(&model.config));
+        let pages = geometry.pages_for(max_context).saturating_mul(options.max_batch) as u64;
+        provider.expect_at_most(RangeKind::Kv, pages.saturating_mul(geometry.page_bytes() as u64));
         provider.resize(RangeKind::Workspace, step.workspace_bytes(&model.config))?;
         let step = provider.record(step)?;
         laps.end("plan");
@@ -92,6 +99,13 @@ impl Home {
         mut sizes: Sizes,
         laps: &mut Laps,
     ) -> Result<Home> {
+        let host = provider
+            .locks_host_memory()
+            .then(|| HostMemory::join(options.host_limit, crate::memory_bytes()))
+            .transpose()?;
+        if let Some(host) = &host {
+            provider.charge_host_memory(host.clone());
+        }
         check_in_place(provider.as_ref(), options, &mut sizes)?;
         provider.attach(model.clone(), sizes.geometry)?;
         laps.end("attach");
@@ -99,6 +113,7 @@ impl Home {
         let target = options.piece_bytes.unwrap_or(info.piece_bytes);
         let mut weights = PagedWeights::new(provider, model.clone(), options.clone(), target)?;
         let layout = weights.schedule_layout().clone();
+        expect_sizes(weights.provider_mut(), &layout, &sizes, info.granule);
         let mut needs = device_needs(weights.provider_mut(), model, options, &layout, &mut sizes)?;
         laps.end("kernels");
         // An engine without a limit has no part in anybody's.
@@ -118,7 +133,7 @@ impl Home {
         let budget = Box::new(Budget::new(weights, plan, member, replan)?);
         laps.end("weights");
         drop(joining);
-        Ok(Home::Paged { budget, sizes })
+        Ok(Home::Paged { budget, sizes, host })
     }
 
     /// What [`Home::paged`] would do, without mapping anything. If the device stands in for an `absent` card, the report says so.
@@ -204,7 +219,7 @@ impl Home {
     pub(crate) fn trade(&self, length: usize) -> Option<Trade> {
         match self {
             Home::InPlace { .. } | Home::Gone { .. } => None,
-            Home::Paged { budget, sizes } => {
+            Home::Paged { budget, sizes, .. } => {
                 Some(Trade::new(budget.weights().schedule_layout(), budget.plan(), sizes, length))
             }
         }
@@ -231,7 +246,7 @@ impl Home {
     pub(crate) fn device_report(&self) -> DeviceReport {
         match self {
             Home::InPlace { provider, .. } => provider.report(),
-            Home::Paged { budget, .. } => budget.weights().provider().report(),
+            Home::Paged { budget, .. } => budget.weights().device_report(),
             Home::Gone { .. } => DeviceReport::default(),
         }
     }
@@ -386,6 +401,9 @@ impl Home {
             budget.weights().reset_residency_trace();
             budget.reset_peaks();
         }
+        if let Home::Paged { host: Some(host), .. } = self {
+            host.reset_peaks();
+        }
     }
 
     /// The plan for another limit.
@@ -400,7 +418,7 @@ impl Home {
             Home::Paged { sizes, .. } if sizes.mode == PlacementMode::Unmanaged => {
                 Err(EngineError::argument("vram_limit", limit, "placement = unmanaged enforces no limit"))
             }
-            Home::Paged { budget, sizes } => plan_under(budget, sizes, limit),
+            Home::Paged { budget, sizes, .. } => plan_under(budget, sizes, limit),
             Home::Gone { .. } => Err(self.gone().into()),
         }
     }
@@ -413,7 +431,7 @@ impl Home {
         match self {
             Home::InPlace { .. } => Ok(()),
             Home::Gone { .. } => Err(self.gone().into()),
-            Home::Paged { budget, sizes } => {
+            Home::Paged { budget, sizes, .. } => {
                 let limit = plan.breakdown.limit;
                 let measures = auto::depends_on_link(&plan, sizes);
                 budget.set_plan(plan)?;
@@ -431,8 +449,11 @@ impl Home {
         }
     }
 
-    /// The ledger, with what the device reported beside it; `None` where nothing is limited.
-    pub(crate) fn report(&self, device: &DeviceReport) -> Result<Option<Report>> {
-        self.budget().map(|budget| budget.report(device)).transpose()
+    /// The ledgers, with what the device reported beside them: the device's memory, and what it page-locks of the host; none where
+    /// nothing is limited.
+    pub(crate) fn reports(&self, device: &DeviceReport) -> Result<Vec<Report>> {
+        let Home::Paged { budget, host, .. } = self else { return Ok(Vec::new()) };
+        let locked = host.iter().map(|host| host.report(device.sources.pinned_bytes));
+        [budget.report(device)].into_iter().chain(locked).collect()
     }
 }

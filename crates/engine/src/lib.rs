@@ -14,6 +14,7 @@ pub mod engine;
 pub mod environment;
 pub mod error;
 mod home;
+pub mod host_ledger;
 pub mod inventory;
 mod kv_state;
 mod laps;
@@ -48,4 +49,9 @@ pub use run::{FinishReason, Generation, Run};
 /// The kernel family that the CPU provider picks on this machine.
 pub fn cpu_kernels() -> String {
     headrace_ep_cpu::kernel_name()
+}
+
+/// Bytes of memory that this process may take: the machine's, or what its control groups leave it, if that is less.
+pub fn memory_bytes() -> u64 {
+    headrace_ep_cpu::memory::memory_bytes() as u64
 }

@@ -37,6 +37,9 @@ pub struct EngineOptions {
     pub device: DeviceChoice,
     /// Bytes that everything on the device may take; `None` for no limit.
     pub vram_limit: Option<u64>,
+    /// Bytes of the host's memory that devices may page-lock, all engines of this process together; `None` for what is in force, else
+    /// 80% of what the machine has, or its control group.
+    pub host_limit: Option<u64>,
     /// Where weights are read from.
     pub placement: PlacementMode,
     /// Bytes of weights that a step may read in place; `None` for the platform's default. Only for modes that may read in place;
@@ -82,6 +85,7 @@ impl Default for EngineOptions {
         EngineOptions {
             device: DeviceChoice::Auto,
             vram_limit: None,
+            host_limit: None,
             placement: PlacementMode::default(),
             host_mapped_budget: None,
             headroom: None,

@@ -8,7 +8,7 @@ mod steps;
 use std::sync::Arc;
 
 use headrace_model::ModelSpec;
-use headrace_provider::{DeviceError, LinkCeilings, Provider, RangeKind, StepOutput};
+use headrace_provider::{DeviceError, DeviceReport, LinkCeilings, Provider, RangeKind, StepOutput};
 
 use crate::dynamic::Dynamic;
 use crate::error::Result;
@@ -141,6 +141,20 @@ impl PagedWeights {
             counters.streamed_bytes = cache.page_in_bytes;
         }
         counters
+    }
+
+    /// What the device has done and holds; the time of steps under a policy is that of whole steps, page-ins included.
+    pub fn device_report(&self) -> DeviceReport {
+        let mut report = self.provider.report();
+        if let Some(dynamic) = &self.dynamic {
+            dynamic.clock().complete(&mut report.clock);
+        }
+        report
+    }
+
+    /// Bytes copied to become resident, and the nanoseconds that took.
+    pub(crate) fn loaded(&self) -> (u64, u64) {
+        (self.counters.loaded_bytes, self.counters.loading_nanos)
     }
 
     /// What became of the reads of each tensor; empty under the static schedule.

@@ -9,7 +9,6 @@ use headrace_model::ModelSpec;
 use headrace_provider::{DeviceError, Provider};
 
 use crate::auto::Link;
-#[cfg(feature = "cuda")]
 use crate::books::Books;
 use crate::cards::no_limit;
 use crate::error::{EngineError, Result};
@@ -52,6 +51,9 @@ pub(crate) struct Setup {
 
 /// The limit of a host device that was given none, and of any device that is not managed: more than any machine has.
 pub(crate) const UNLIMITED: u64 = 1 << 46;
+
+/// The memory of the host device, which all engines of the process share that ask for one.
+const HOST_DEVICE: &str = "host-device";
 
 impl Setup {
     /// Checks the options against the model.
@@ -133,8 +135,17 @@ fn cpu(options: &EngineOptions, auto: Option<&str>) -> Result<Device> {
 }
 
 fn host_device(options: &EngineOptions, max_context: usize) -> Result<Device> {
-    let limit = options.vram_limit.unwrap_or(UNLIMITED);
-    let host = HostOptions { threads: options.threads, positions: Some(max_context), ..HostOptions::default() };
+    // One memory and one limit for all engines of the process, as on a card; without a limit of its own, the one in force.
+    let limit = match options.placement {
+        PlacementMode::Unmanaged => UNLIMITED,
+        _ => options.vram_limit.or_else(|| Books::limit_of(HOST_DEVICE)).unwrap_or(UNLIMITED),
+    };
+    let host = HostOptions {
+        threads: options.threads,
+        positions: Some(max_context),
+        memory_key: Some(HOST_DEVICE),
+        ..HostOptions::default()
+    };
     Ok(Device::Paged(Box::new(HostDevice::new(host)?), limit))
 }
 

@@ -6,12 +6,16 @@
 mod common;
 
 use common::{GRANULE, small_model};
-use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions, PlacementMode};
+use headrace_engine::{Engine, EngineError, EngineOptions, GenerationOptions, PlacementMode, PolicyKind};
 use headrace_ep_cpu::host_device::{HostDevice, HostOptions};
 
 const LINK: u64 = 2_000_000;
 
 fn engine(limit: u64, link: Option<u64>) -> Result<Engine, EngineError> {
+    engine_with(limit, link, None)
+}
+
+fn engine_with(limit: u64, link: Option<u64>, policy: Option<PolicyKind>) -> Result<Engine, EngineError> {
     let options = EngineOptions {
         placement: PlacementMode::Stream,
         max_batch: 1,
@@ -19,6 +23,7 @@ fn engine(limit: u64, link: Option<u64>) -> Result<Engine, EngineError> {
         piece_bytes: Some(4096),
         ring_slots: 2,
         threads: Some(1),
+        policy,
         ..EngineOptions::default()
     };
     let host = HostOptions { threads: Some(1), granule: GRANULE, link, ..HostOptions::default() };
@@ -54,6 +59,29 @@ fn streamed_steps_are_timed_against_the_link_and_resident_ones_have_no_copies() 
     assert_eq!((clock.copied_bytes, clock.copy_rate, clock.link_utilisation), (0, None, None));
     assert_eq!((clock.steps, clock.compute_seconds), (stats.tokens.steps, clock.step_seconds));
     assert!(clock.read_rate.unwrap() > 0.0);
+}
+
+#[test]
+fn page_ins_of_a_policy_are_counted_and_timed_in_whole_steps() {
+    let Err(EngineError::Budget(breakdown)) = engine(GRANULE, None) else { panic!("a granule is refused") };
+    for policy in [PolicyKind::Lru, PolicyKind::Mru] {
+        let limit = (breakdown.minimum() + breakdown.everything) / 2;
+        let mut engine = engine_with(limit, None, Some(policy)).unwrap();
+        let mut loaded = 0;
+        for tokens in [2, 8] {
+            engine.reset_stats().unwrap();
+            engine.generate(&[1, 2, 3], GenerationOptions::greedy(tokens), &mut |_| Ok(())).unwrap();
+            let stats = engine.stats().unwrap();
+            let clock = &stats.clock;
+            assert_eq!((clock.steps, clock.sampled_steps), (stats.tokens.steps, stats.tokens.steps), "{policy:?}");
+            assert_eq!(clock.copied_bytes, stats.weights.streamed_bytes, "{policy:?}");
+            assert!(clock.copy_seconds > 0.0 && clock.copy_rate.is_some_and(|rate| rate > 0.0), "{clock:?}");
+            assert!(clock.compute_seconds > 0.0 && clock.compute_seconds < clock.step_seconds, "{clock:?}");
+            assert!(clock.copy_seconds + clock.compute_seconds <= clock.step_seconds * 1.01, "{clock:?}");
+            loaded += stats.weights.streamed_bytes - stats.weights.bypassed_bytes;
+        }
+        assert!(loaded > 0, "some page-ins stayed");
+    }
 }
 
 #[test]

@@ -64,9 +64,9 @@ impl<'a> StepBuffers<'a> {
         });
         let sinks = shapes.map(|s| {
             // SAFETY: the buffers lie one after the other in memory that `region`, borrowed mutably, owns; mapped
-            // bytes are initialised (zero at first) and every bit pattern is a float.
-            let data = unsafe { std::slice::from_raw_parts_mut(s.base.as_ptr(), s.rows * s.width) };
-            Sink::new(data, s.rows, s.width, s.width)
+            // bytes are initialised (zero at first) and every bit pattern is a float. Rows are read and written through the same
+            // base, never through a reference to the whole, which would have to be the only way to it.
+            unsafe { Sink::from_raw(s.base, s.rows, s.width, s.width) }
         });
         Some(StepBuffers { shapes, sinks, region: PhantomData })
     }

@@ -2,6 +2,7 @@
 
 pub mod activations;
 mod buffers;
+pub mod cgroup;
 mod compile;
 mod errors;
 mod exec;
@@ -12,7 +13,7 @@ mod in_flight;
 mod kernels;
 mod kv_pages;
 pub mod linear;
-mod memory;
+pub mod memory;
 mod pool;
 pub mod probe;
 mod profile;

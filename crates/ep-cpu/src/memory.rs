@@ -3,6 +3,8 @@
 use std::io;
 use std::ptr::NonNull;
 
+use crate::cgroup::memory_limit;
+
 /// Unit of mapping in bytes of device `cpu`: a multiple of the page size of every platform that Headrace runs on.
 pub const GRANULE: usize = 64 << 10;
 
@@ -38,7 +40,7 @@ impl Reservation {
             )
         };
         if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
+            return Err(no_addresses(bytes, io::Error::last_os_error(), address_limit()));
         }
         let base = NonNull::new(base.cast::<u8>()).ok_or_else(too_large)?;
         Ok(Reservation { base, bytes })
@@ -104,10 +106,14 @@ impl Drop for Reservation {
     }
 }
 
-/// A reservation of which `0 .. mapped` is readable and writable. Growth moves no byte.
+/// Address space of which `0 .. mapped` is readable and writable. Growth moves no byte.
 #[derive(Debug)]
 pub struct Region {
-    space: Reservation,
+    /// Reserved when the first byte is mapped.
+    space: Option<Reservation>,
+    /// Bytes that will be reserved, a multiple of the granule; the most that `expect` may ask for.
+    reserve: usize,
+    most: usize,
     granule: usize,
     mapped: usize,
     poison: bool,
@@ -116,8 +122,25 @@ pub struct Region {
 impl Region {
     /// Reserves `bytes` of address space, rounded up to `granule`, and backs none of it.
     pub fn reserve(bytes: usize, granule: usize) -> io::Result<Region> {
-        let reserved = bytes.max(1).checked_next_multiple_of(granule).ok_or_else(too_large)?;
-        Ok(Region { space: Reservation::new(reserved)?, granule, mapped: 0, poison: false })
+        let mut region = Region::later(bytes, granule)?;
+        region.space = Some(Reservation::new(region.reserve)?);
+        Ok(region)
+    }
+
+    /// Will reserve `bytes` of address space, rounded up to `granule`, once the first of them is mapped; or less, if
+    /// [`Region::expect`] says so by then.
+    ///
+    /// # Errors
+    /// For more bytes than addresses have.
+    pub fn later(bytes: usize, granule: usize) -> io::Result<Region> {
+        let reserve = bytes.max(1).checked_next_multiple_of(granule).ok_or_else(too_large)?;
+        Ok(Region { space: None, reserve, most: reserve, granule, mapped: 0, poison: false })
+    }
+
+    /// The region will hold at most `bytes`: no more is reserved. Has an effect before the first byte is mapped.
+    pub fn expect(&mut self, bytes: u64) {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).max(1);
+        self.reserve = bytes.checked_next_multiple_of(self.granule).unwrap_or(usize::MAX).min(self.most);
     }
 
     /// The region with new bytes that are [`POISON`] instead of zero.
@@ -127,7 +150,9 @@ impl Region {
 
     /// First byte. Valid for `mapped()` bytes.
     pub fn base(&self) -> NonNull<u8> {
-        self.space.base()
+        // Aligned as a page is, where nothing can be read.
+        let nowhere = std::num::NonZero::new(self.granule).map_or(NonNull::dangling(), NonNull::without_provenance);
+        self.space.as_ref().map_or(nowhere, Reservation::base)
     }
 
     /// Bytes backed now, a multiple of the granule.
@@ -151,31 +176,58 @@ impl Region {
     /// nothing has changed. The caller makes sure that nothing uses what a smaller size takes away.
     pub fn resize(&mut self, bytes: usize) -> io::Result<usize> {
         let target = bytes.checked_next_multiple_of(self.granule).ok_or_else(too_large)?;
-        if target > self.space.bytes() {
+        if target > self.reserve {
             return Err(io::Error::new(
                 io::ErrorKind::OutOfMemory,
-                format!("only {} bytes of address space are reserved", self.space.bytes()),
+                format!("only {} bytes of address space are set aside", self.reserve),
             ));
         }
         if target > self.mapped {
-            self.space.back(self.mapped, target)?;
+            let space = match self.space.take() {
+                Some(space) => space,
+                None => Reservation::new(self.reserve)?,
+            };
+            let space = self.space.insert(space);
+            space.back(self.mapped, target)?;
             if self.poison {
                 // SAFETY: these bytes were backed a moment ago, and the region is borrowed mutably.
-                unsafe { self.space.poison(self.mapped, target) };
+                unsafe { space.poison(self.mapped, target) };
             }
-        } else if target < self.mapped {
-            self.space.release(target, self.mapped)?;
+        } else if target < self.mapped
+            && let Some(space) = &self.space
+        {
+            space.release(target, self.mapped)?;
         }
         self.mapped = target;
         Ok(target)
     }
 }
 
-/// Bytes of the machine's memory: no region can ever back more.
-pub fn physical_bytes() -> usize {
+/// Bytes of memory that this process may take: the machine's, or what its control groups leave it, if that is less. No region can
+/// ever back more.
+pub fn memory_bytes() -> usize {
     // SAFETY: `sysconf` reads a constant of the system.
     let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    usize::try_from(pages).unwrap_or(0).saturating_mul(usize::try_from(size).unwrap_or(0)).max(1 << 30)
+    let machine = usize::try_from(pages).unwrap_or(0).saturating_mul(usize::try_from(size).unwrap_or(0));
+    let machine = if machine == 0 { 1 << 30 } else { machine };
+    let group = memory_limit(std::path::Path::new("/")).and_then(|bytes| usize::try_from(bytes).ok());
+    group.map_or(machine, |group| group.min(machine))
+}
+
+/// Bytes of address space that this process may have; `None` for no limit.
+fn address_limit() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the call writes the struct that it is given.
+    let asked = unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) };
+    (asked == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+}
+
+/// The error of `bytes` bytes of addresses that can't be had, with what to do about it.
+fn no_addresses(bytes: usize, error: io::Error, limit: Option<u64>) -> io::Error {
+    let advice = limit.map_or(String::new(), |limit| {
+        format!("; this process may have {limit} bytes of addresses in all (ulimit -v): raise that, or lower max_context or max_batch")
+    });
+    io::Error::new(error.kind(), format!("{bytes} bytes of address space can't be reserved: {error}{advice}"))
 }
 
 /// Bytes of a page of the system.
@@ -205,6 +257,23 @@ mod tests {
         r.resize(0).unwrap();
         r.resize(GRANULE).unwrap();
         assert!(r.bytes().iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn addresses_are_reserved_when_they_are_needed_and_no_more_than_was_expected() {
+        let mut r = Region::later(1 << 50, GRANULE).unwrap();
+        assert!(r.bytes().is_empty() && r.mapped() == 0);
+        r.expect(3 * GRANULE as u64 - 1);
+        assert_eq!(r.resize(3 * GRANULE).unwrap(), 3 * GRANULE);
+        r.bytes_mut().fill(1);
+        assert!(r.resize(3 * GRANULE + 1).is_err());
+        // Nothing can be expected beyond what was said at first, and that is too much to reserve: in words.
+        let mut r = Region::later(1 << 60, GRANULE).unwrap();
+        r.expect(u64::MAX);
+        let error = r.resize(1).unwrap_err().to_string();
+        assert!(error.contains(&format!("{} bytes of address space can't be reserved", 1u64 << 60)), "{error}");
+        let limited = no_addresses(7, io::Error::from_raw_os_error(libc::ENOMEM), Some(99)).to_string();
+        assert!(limited.contains("99 bytes of addresses") && limited.contains("ulimit -v"), "{limited}");
     }
 
     #[test]

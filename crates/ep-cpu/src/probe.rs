@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::executor::processor;
-use crate::memory::physical_bytes;
+use crate::memory::memory_bytes;
 use crate::pool::default_threads;
 use crate::simd::SimdLevel;
 
@@ -22,7 +22,7 @@ pub struct HostProbe {
     pub cores: usize,
     /// Hardware threads that this process may use.
     pub hardware_threads: usize,
-    /// Bytes of memory.
+    /// Bytes of memory that this process may take: the machine's, or its control group's.
     pub memory_bytes: u64,
     /// Kernel families that this processor can run, the best one last.
     pub kernels: Vec<String>,
@@ -100,7 +100,7 @@ pub fn memory_bytes() -> u64 {
 
 /// Measures the host. Takes under a second, and 64 MiB a core for that time, or an eighth of the memory where that is less.
 pub fn probe() -> HostProbe {
-    let (cores, memory) = (default_threads(), physical_bytes());
+    let (cores, memory) = (default_threads(), memory_bytes());
     HostProbe {
         processor: processor(),
         cores,

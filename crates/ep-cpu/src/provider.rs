@@ -13,7 +13,7 @@ use headrace_provider::{
 use crate::errors::{Named, span};
 use crate::executor::{Bound, Executor, Recorded, check_config, live, processor};
 use crate::in_flight::InFlight;
-use crate::memory::{GRANULE, Region, physical_bytes};
+use crate::memory::{GRANULE, Region, memory_bytes};
 use crate::profile::Profile;
 use crate::rope_table::RopeTable;
 use crate::simd::SimdLevel;
@@ -62,9 +62,9 @@ impl CpuProvider {
     /// Starts the threads and reserves address space; no memory is taken yet.
     pub fn new(options: CpuOptions) -> Result<CpuProvider, DeviceError> {
         let executor = Executor::new(NAME, options.threads, options.level)?;
-        let reserve = physical_bytes();
+        let most = memory_bytes();
         let workspace =
-            Region::reserve(reserve, GRANULE).map_err(|e| NAME.no_memory("workspace addresses", reserve as u64, e))?;
+            Region::later(most, GRANULE).map_err(|e| NAME.no_memory("workspace addresses", most as u64, e))?;
         Ok(CpuProvider {
             executor,
             workspace,
@@ -128,8 +128,8 @@ impl Provider for CpuProvider {
             log::info!("{}: {} bytes of column-major weights were transposed", NAME.0, weights.repacked_bytes());
         }
         let rope = RopeTable::new(&model, &weights).map_err(|e| NAME.invalid(e))?;
-        let reserve = physical_bytes();
-        let pages = Region::reserve(reserve, GRANULE).map_err(|e| NAME.no_memory("KV addresses", reserve as u64, e))?;
+        let most = memory_bytes();
+        let pages = Region::later(most, GRANULE).map_err(|e| NAME.no_memory("KV addresses", most as u64, e))?;
         self.attached = Some(Attached { model, geometry: kv, weights, rope, kv: pages });
         Ok(())
     }
@@ -143,6 +143,12 @@ impl Provider for CpuProvider {
         // No step is running: `run` borrows the provider mutably and returns only when every worker is done.
         let mapped = region.resize(size).map_err(|e| NAME.no_memory(format!("{range:?}"), bytes, e))?;
         Ok(mapped as u64)
+    }
+
+    fn expect_at_most(&mut self, range: RangeKind, bytes: u64) {
+        if let Ok(region) = self.region_mut(range) {
+            region.expect(bytes);
+        }
     }
 
     fn mapped(&self, range: RangeKind) -> u64 {

@@ -110,8 +110,8 @@ pub trait Provider: Send {
     /// changed.
     fn resize(&mut self, range: RangeKind, bytes: u64) -> Result<u64, DeviceError>;
 
-    /// Says before anything of the range is mapped that it will hold at most `bytes` bytes, which a device that takes a range whole,
-    /// in one plain allocation, has to know. Said where nothing is managed; a device that maps granules may do without.
+    /// Says before anything of the range is mapped that it will hold at most `bytes` bytes: a device that takes a range whole, in one
+    /// plain allocation, has to know, and one that reserves addresses reserves no more.
     fn expect_at_most(&mut self, _range: RangeKind, _bytes: u64) {}
 
     /// Bytes mapped in the range now, by the device's own count.

@@ -16,7 +16,7 @@ impl Engine {
         let info = self.home.info();
         let weights = self.home.counters();
         let (device, opened) = (self.home.device_report(), &self.device_before);
-        let ledger = self.home.report(&device)?;
+        let ledgers = self.home.reports(&device)?;
         let mut stats = Stats {
             contract_version: CONTRACT_VERSION,
             device: DeviceStats {
@@ -31,7 +31,7 @@ impl Engine {
             tokens: self.counters.tokens.clone(),
             weights: WeightStats::between(&self.before, &weights),
             placement: self.home.budget().map(|b| b.plan().choice.clone().with_link(device.clock.link_ceiling)),
-            memory: ledger.iter().flat_map(|r| &r.pools).map(|pool| PoolStats::of(pool, &device)).collect(),
+            memory: ledgers.iter().flat_map(|r| &r.pools).map(|pool| PoolStats::of(pool, &device)).collect(),
             kv: self.kv.stats(),
             graph: GraphStats::between(&opened.graphs, &device.graphs, &self.before, &weights),
             sources: SourceStats::between(&opened.sources, &device.sources),

@@ -81,7 +81,9 @@ impl Engine {
     ) -> Result<Engine> {
         let model = chosen.device.arranged(&model);
         let home = match chosen.device {
-            Device::InPlace(provider) => Home::in_place(provider, &model, setup.geometry, &options, &mut laps)?,
+            Device::InPlace(provider) => {
+                Home::in_place(provider, &model, setup.geometry, setup.max_context, &options, &mut laps)?
+            }
             Device::Paged(provider, limit) => {
                 Home::paged(provider, &model, &options, setup.sizes(&options, limit), &mut laps)?
             }

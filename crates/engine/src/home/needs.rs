@@ -1,7 +1,7 @@
 //! What a plan is made from: what the device can do, what it takes for itself, and what is held already.
 
 use headrace_model::ModelSpec;
-use headrace_provider::Provider;
+use headrace_provider::{Provider, RangeKind};
 
 use crate::auto::{self, Link};
 use crate::books::Others;
@@ -36,6 +36,20 @@ pub(super) fn check_in_place(provider: &dyn Provider, options: &EngineOptions, s
             Ok(())
         }
         Ok(()) => Ok(()),
+    }
+}
+
+/// Says to the device what its ranges will hold at most, whatever the limit becomes: it reserves addresses in proportion.
+pub(super) fn expect_sizes(provider: &mut dyn Provider, layout: &PieceLayout, sizes: &Sizes, granule: u64) {
+    let geometry = &sizes.geometry;
+    let pages = geometry.pages_for(sizes.max_context).saturating_mul(sizes.max_batch) as u64;
+    let ring = u64::from(sizes.slots).saturating_mul(layout.largest_slab());
+    for (range, bytes) in [
+        (RangeKind::Kv, pages.saturating_mul(geometry.page_bytes() as u64)),
+        (RangeKind::Workspace, sizes.workspace),
+        (RangeKind::Staging, ring),
+    ] {
+        provider.expect_at_most(range, bytes.checked_next_multiple_of(granule).unwrap_or(bytes));
     }
 }
 

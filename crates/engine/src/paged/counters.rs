@@ -56,6 +56,8 @@ pub struct PagedCounters {
     pub host_computed_bytes: u64,
     /// Bytes copied to become resident, at load and by promotions.
     pub loaded_bytes: u64,
+    /// Nanoseconds that these copies took, by the host's clock.
+    pub loading_nanos: u64,
     /// Steps submitted.
     pub steps: u64,
     /// Epochs by reason, in the order of [`EpochReason::ALL`].

@@ -1,5 +1,7 @@
 //! From one placement to another: what is unmapped, mapped and filled, and what stands when the device refuses.
 
+use std::time::Instant;
+
 use headrace_provider::{DeviceError, Place, RangeKind, Segment};
 
 use super::{EpochReason, PagedWeights, Target};
@@ -122,7 +124,9 @@ impl PagedWeights {
         let p = &self.layout.pieces[piece];
         let address = p.address;
         let segments: Vec<Segment> = segments(p, |offset| Place::Resident { offset: address + offset });
+        let since = Instant::now();
         self.provider.load(&segments)?;
+        self.counters.loading_nanos += u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.counters.loaded_bytes += p.weight_bytes;
         Ok(())
     }

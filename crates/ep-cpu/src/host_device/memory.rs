@@ -8,7 +8,7 @@ use headrace_provider::{DeviceError, RangeKind};
 use super::fault::DeviceProbe;
 use super::{HostOptions, NAME};
 use crate::granules::Granules;
-use crate::memory::{Region, physical_bytes};
+use crate::memory::{Region, memory_bytes};
 
 /// All ranges, and how much of the capacity is taken. The caller fences before anything is unmapped.
 pub struct DeviceMemory {
@@ -37,7 +37,7 @@ impl Drop for DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Reserves the ranges; nothing is backed yet.
+    /// Nothing is reserved or backed yet.
     pub fn new(options: &HostOptions, probe: DeviceProbe) -> Result<DeviceMemory, DeviceError> {
         let page = crate::memory::page_bytes();
         let granule = options.granule;
@@ -47,11 +47,11 @@ impl DeviceMemory {
                 NAME.invalid(format!("a granule of {granule} bytes: a multiple of the page, {page}, is needed"))
             );
         };
-        let capacity = options.capacity.unwrap_or(physical_bytes() as u64) / granule * granule;
+        let capacity = options.capacity.unwrap_or(memory_bytes() as u64) / granule * granule;
         // No range can back more than the capacity, nor than the machine has.
-        let most = usize::try_from(capacity).unwrap_or(usize::MAX).min(physical_bytes());
+        let most = usize::try_from(capacity).unwrap_or(usize::MAX).min(memory_bytes());
         let region = |what: &str| {
-            let region = Region::reserve(most, size).map_err(|e| NAME.no_memory(what, most as u64, e))?;
+            let region = Region::later(most, size).map_err(|e| NAME.no_memory(what, most as u64, e))?;
             Ok::<Region, DeviceError>(if options.poison { region.poisoned() } else { region })
         };
         Ok(DeviceMemory {
@@ -70,6 +70,13 @@ impl DeviceMemory {
     /// Notes what a range will hold at most: a device that takes it whole could map nothing beyond.
     pub fn expect_at_most(&mut self, range: RangeKind, bytes: u64) {
         self.expected.insert(range, bytes);
+        match range {
+            RangeKind::Staging => self.staging.expect(bytes),
+            RangeKind::Kv => self.kv.expect(bytes),
+            RangeKind::Workspace => self.workspace.expect(bytes),
+            // Reserved in proportion to the model.
+            RangeKind::Weights => {}
+        }
     }
 
     fn is_expected(&self, range: RangeKind, end: u64) -> Result<(), DeviceError> {

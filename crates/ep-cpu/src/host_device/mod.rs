@@ -58,7 +58,7 @@ pub struct HostOptions {
     pub level: Option<SimdLevel>,
     /// Mapping unit in bytes, a multiple of the system's page.
     pub granule: u64,
-    /// Bytes of its physical memory; `None` for all that the machine has.
+    /// Bytes of its physical memory; `None` for all that this process may take.
     pub capacity: Option<u64>,
     /// Positions that rotary tables are kept for; `None` for the context that the model declares. A step beyond is refused.
     pub positions: Option<usize>,

@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::ptr::NonNull;
 
 /// A float matrix `[rows, cols]` with a row stride, shared by the threads that fill it.
 #[derive(Clone, Copy)]
@@ -28,6 +29,19 @@ impl<'a> Sink<'a> {
         assert!(cols <= stride, "{cols} columns in rows of {stride} floats");
         assert!(rows == 0 || data.len() >= (rows - 1) * stride + cols, "a sink of {} floats is too short", data.len());
         Sink { data: data.as_mut_ptr(), rows, cols, stride, buffer: PhantomData }
+    }
+
+    /// As [`Sink::new`], of floats that others reach through the same pointer.
+    ///
+    /// # Panics
+    /// If `cols > stride`.
+    ///
+    /// # Safety
+    /// `data` is valid for reads and writes of `rows * stride` initialised floats for `'a`. While a [`Columns`] lives, nothing else
+    /// reads or writes its elements, and no reference that is used later leads to them.
+    pub unsafe fn from_raw(data: NonNull<f32>, rows: usize, cols: usize, stride: usize) -> Self {
+        assert!(cols <= stride, "{cols} columns in rows of {stride} floats");
+        Sink { data: data.as_ptr(), rows, cols, stride, buffer: PhantomData }
     }
 
     /// The columns `cols` of every row, for one caller.
