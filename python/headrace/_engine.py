@@ -91,7 +91,7 @@ class Engine:
             vram_limit: Most bytes that everything on the device may take: an int, a size such as `"8GiB"`, or a percentage of the
                 device's memory such as `"80%"`.
                 Weights that don't fit are streamed. It holds for all engines of this process on a card together, and the last limit given
-                counts. Default: the one in force, else no limit.
+                counts; a host device is the engine's alone. Default: the one in force, else no limit.
             placement: Where weights are read from; never changes a token. `"auto"` keeps them all resident if they fit beside
                 all KV, else streams, or reads in place where the link is measured to be faster so; `plan` and `stats()` say
                 which and why; `"resident"` refuses a limit that can't hold everything; `"stream"` copies what is cold through

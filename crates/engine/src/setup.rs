@@ -9,6 +9,7 @@ use headrace_model::ModelSpec;
 use headrace_provider::{DeviceError, Provider};
 
 use crate::auto::Link;
+#[cfg(feature = "cuda")]
 use crate::books::Books;
 use crate::cards::no_limit;
 use crate::error::{EngineError, Result};
@@ -51,9 +52,6 @@ pub(crate) struct Setup {
 
 /// The limit of a host device that was given none, and of any device that is not managed: more than any machine has.
 pub(crate) const UNLIMITED: u64 = 1 << 46;
-
-/// The memory of the host device, which all engines of the process share that ask for one.
-const HOST_DEVICE: &str = "host-device";
 
 impl Setup {
     /// Checks the options against the model.
@@ -135,17 +133,9 @@ fn cpu(options: &EngineOptions, auto: Option<&str>) -> Result<Device> {
 }
 
 fn host_device(options: &EngineOptions, max_context: usize) -> Result<Device> {
-    // One memory and one limit for all engines of the process, as on a card; without a limit of its own, the one in force.
-    let limit = match options.placement {
-        PlacementMode::Unmanaged => UNLIMITED,
-        _ => options.vram_limit.or_else(|| Books::limit_of(HOST_DEVICE)).unwrap_or(UNLIMITED),
-    };
-    let host = HostOptions {
-        threads: options.threads,
-        positions: Some(max_context),
-        memory_key: Some(HOST_DEVICE),
-        ..HostOptions::default()
-    };
+    // Each engine has a host device of its own, as engines on different cards have: memory and limit are that engine's alone.
+    let limit = options.vram_limit.unwrap_or(UNLIMITED);
+    let host = HostOptions { threads: options.threads, positions: Some(max_context), ..HostOptions::default() };
     Ok(Device::Paged(Box::new(HostDevice::new(host)?), limit))
 }
 

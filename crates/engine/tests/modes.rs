@@ -279,3 +279,24 @@ fn a_limit_changes_whole_or_not_at_all() {
         }
     }
 }
+
+#[test]
+fn each_engine_has_a_host_device_of_its_own() {
+    let options = |limit| EngineOptions {
+        device: DeviceChoice::HostDevice,
+        vram_limit: Some(limit),
+        max_batch: 1,
+        threads: Some(1),
+        ..EngineOptions::default()
+    };
+    let model = common::small_model(5, 2, 64);
+    let limits = [60 << 20, 61 << 20, 60 << 20, 8 << 20];
+    let engines = limits.map(|limit| Engine::from_spec(model.clone(), None, options(limit)).unwrap());
+    for (engine, limit) in engines.iter().zip(limits) {
+        let pools = engine.stats().unwrap().memory;
+        assert_eq!((pools.len(), pools[0].limit), (1, limit), "nobody else's limit");
+        let others: Vec<_> = pools[0].holders.iter().filter(|h| h.name.contains("engine")).collect();
+        assert!(others.is_empty(), "{others:?}");
+        assert!(pools[0].used > 0 && pools[0].used <= limit);
+    }
+}

@@ -50,12 +50,6 @@ mod _core {
         })?)
     }
 
-    /// Bytes of memory that this process may take: the machine's, or what its control groups leave it.
-    #[pyfunction]
-    fn memory_bytes() -> u64 {
-        headrace_engine::memory_bytes()
-    }
-
     /// Facts about this build, for bug reports.
     #[pyfunction]
     fn build_info() -> std::collections::BTreeMap<&'static str, String> {

@@ -117,3 +117,28 @@ impl Epilogue<'_> {
         *out = if self.accumulate { y + *out } else { y };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the executor does with a step's buffers, and what Miri accepts only where no reference to all of a buffer is made.
+    #[test]
+    fn columns_of_a_sink_and_rows_through_its_base_take_turns() {
+        let (rows, width) = (3, 8);
+        let mut floats = vec![0.0f32; rows * width];
+        let base = NonNull::from(&mut floats[..]).cast::<f32>();
+        // SAFETY: the floats are there for as long as `floats` is, which nothing else touches meanwhile.
+        let sink = unsafe { Sink::from_raw(base, rows, width, width) };
+        for turn in 1..4u8 {
+            // SAFETY: these columns end before the next slice of the buffer is made.
+            let mut columns = unsafe { sink.columns(2..4) };
+            (0..rows).for_each(|row| columns.row_mut(row).iter_mut().for_each(|x| *x += f32::from(turn)));
+            // SAFETY: within the buffer, and no columns are left.
+            let row = unsafe { std::slice::from_raw_parts_mut(base.as_ptr().add(width), width) };
+            row.iter_mut().for_each(|x| *x *= 2.0);
+        }
+        assert_eq!(floats[2..4], [6.0, 6.0]);
+        assert_eq!(floats[width + 1..width + 4], [0.0, 22.0, 22.0]);
+    }
+}
