@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use crate::executor::processor;
-use crate::memory::memory_bytes;
+use crate::memory;
 use crate::pool::default_threads;
 use crate::simd::SimdLevel;
 
@@ -95,12 +95,12 @@ fn memory_read(threads: usize, bytes: usize) -> f64 {
 
 /// Bytes of memory that this process may use of the host.
 pub fn memory_bytes() -> u64 {
-    physical_bytes() as u64
+    memory::memory_bytes() as u64
 }
 
 /// Measures the host. Takes under a second, and 64 MiB a core for that time, or an eighth of the memory where that is less.
 pub fn probe() -> HostProbe {
-    let (cores, memory) = (default_threads(), memory_bytes());
+    let (cores, memory) = (default_threads(), memory::memory_bytes());
     HostProbe {
         processor: processor(),
         cores,
