@@ -159,7 +159,7 @@ fn steps_in_flight_that_are_not_collected_keep_nobody_waiting_and_are_computed_a
     let mut guests = 0;
     while run.finish_reason().is_none() {
         first.step(&mut [&mut run]).unwrap();
-        if guests < 2 && run.new_tokens().len() % 4 == 2 {
+        if guests == 0 && run.new_tokens().len() % 4 == 2 {
             // A stream that is not read on: a step of it is in flight.
             first.reset_stats().unwrap();
             let start = Instant::now();
@@ -172,7 +172,7 @@ fn steps_in_flight_that_are_not_collected_keep_nobody_waiting_and_are_computed_a
             guests += 1;
         }
     }
-    assert_eq!((first.finish(&mut run).token_ids, guests), (expected.clone(), 2));
+    assert_eq!((first.finish(&mut run).token_ids, guests), (expected.clone(), 1));
     assert_eq!(tokens(&mut first), expected);
     check(&pool(&first), everything);
 }
