@@ -47,6 +47,7 @@ COUNT = 2**32 - 1
 LOAD = {
     "device": required((["", "gpu", "CPU", "cuda:", "cuda:-1", "cuda:x", "cuda:٣"], NOT_TEXT, ["cpu", "auto", "host-device"])),
     "vram_limit": or_none(([*BAD_SIZES, *BAD_SHARES, 0, "0"], NOT_SIZES, ["1GiB", 2**30, np.int64(2**30), " 1.5 gib "])),
+    "host_limit": or_none(([*BAD_SIZES, *BAD_SHARES], NOT_SIZES, [0, "0", "50%", "1GiB"])),
     "placement": required(names("stream", "auto", "resident", "zero-copy", "hybrid")),
     "host_mapped_budget": or_none(([*BAD_SIZES, *NO_SHARE], NOT_SIZES, [0, "0", "0GiB", "1GiB", np.int32(0)])),
     "headroom": or_none(([*BAD_SIZES, *NO_SHARE], NOT_SIZES, [0, "0", "0 MiB", "1MiB"])),

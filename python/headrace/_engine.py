@@ -61,6 +61,7 @@ class Engine:
         *,
         device: Device = "auto",
         vram_limit: int | str | None = None,
+        host_limit: int | str | None = None,
         placement: Placement = "auto",
         host_mapped_budget: int | str | None = None,
         headroom: int | str | None = None,
@@ -100,6 +101,9 @@ class Engine:
                 sequences included, counts it and enforces no limit.
             host_mapped_budget: Most bytes that a step reads in place; 0 keeps `"auto"` from it. Default: 2 GiB, but 256 MiB
                 where Windows drives the card, and 0 on a platform that nobody has tried.
+            host_limit: Most bytes of the host's memory that cards may page-lock, all engines of this process together; the last one given
+                counts. What it refuses is copied through a bounded pool, and the stats say so. Default: the one in force, else 80% of
+                the host's memory, or of its control group's.
             headroom: Bytes that stay free below `vram_limit`. Default: 0, but 512 MiB where Windows drives the card.
             max_context: Most positions of a sequence, prompt and new tokens together. Default: what the model declares.
             max_batch: Most sequences in work at once.
@@ -134,6 +138,7 @@ class Engine:
         options = load_options(
             device=device,
             vram_limit=vram_limit,
+            host_limit=host_limit,
             placement=placement,
             host_mapped_budget=host_mapped_budget,
             headroom=headroom,

@@ -17,6 +17,7 @@ class LoadOptions(TypedDict):
 
     device: str
     vram_limit: int | None
+    host_limit: int | None
     placement: str
     host_mapped_budget: int | None
     headroom: int | None
@@ -92,6 +93,7 @@ def load_options(
     *,
     device: Device = "auto",
     vram_limit: int | str | None = None,
+    host_limit: int | str | None = None,
     placement: Placement = "auto",
     host_mapped_budget: int | str | None = None,
     headroom: int | str | None = None,
@@ -114,6 +116,9 @@ def load_options(
     checked: dict[str, Any] = tables.check_all(tables.LOAD, dict(locals()))
     if isinstance(checked["vram_limit"], Share):
         checked["vram_limit"] = share_of_device("vram_limit", str(vram_limit), checked["vram_limit"], checked["device"])
+    if isinstance(checked["host_limit"], Share):
+        # What this process may take of the host's memory.
+        checked["host_limit"] = share_of_device("host_limit", str(host_limit), checked["host_limit"], "host-device")
     checked["pin_threshold"] = checked["pin_threshold"] or 0
     return checked  # type: ignore[return-value]
 

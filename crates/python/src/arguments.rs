@@ -21,6 +21,7 @@ fn choose<T: Copy>(argument: &str, value: &str, choices: &[(&str, T)]) -> PyResu
 pub struct LoadArguments {
     device: String,
     vram_limit: Option<u64>,
+    host_limit: Option<u64>,
     placement: String,
     host_mapped_budget: Option<u64>,
     headroom: Option<u64>,
@@ -45,12 +46,12 @@ pub fn engine_options(arguments: LoadArguments) -> PyResult<EngineOptions> {
     let LoadArguments { max_context, max_batch, prefill_chunk, steps_in_flight, threads, .. } = arguments;
     let LoadArguments { vram_limit, piece_bytes, ring_slots, .. } = arguments;
     let LoadArguments { pin_threshold, policy_budget, .. } = arguments;
-    let LoadArguments { host_mapped_budget, headroom, .. } = arguments;
+    let LoadArguments { host_mapped_budget, headroom, host_limit, .. } = arguments;
     let LoadArguments { placement, .. } = &arguments;
     let LoadArguments { device, activations, kv_dtype, kv_layout, policy, pinned, .. } = &arguments;
     Ok(EngineOptions {
         vram_limit,
-        host_limit: None,
+        host_limit,
         placement: choose("placement", placement, &PlacementMode::ALL.map(|mode| (mode.name(), mode)))?,
         host_mapped_budget,
         headroom,

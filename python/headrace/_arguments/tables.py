@@ -29,6 +29,7 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 LOAD: dict[str, Argument] = {
     "device": Choice(get_args(Device), r"cuda:\d{1,4}", "cuda:N"),
     "vram_limit": OrNone(Size(1, share=True)),
+    "host_limit": OrNone(Size(0, share=True)),
     "placement": Choice(PLACEMENTS),
     "host_mapped_budget": OrNone(Size(0)),
     "headroom": OrNone(Size(0)),

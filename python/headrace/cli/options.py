@@ -50,6 +50,7 @@ def _engine(name: str, default: Any, help: str) -> Callable[[F], F]:
 
 device = _engine("device", "auto", "What computes.")
 vram_limit = _engine("vram_limit", None, 'Memory that everything on the device may take, such as "8GiB" or "80%".')
+host_limit = _engine("host_limit", None, "Host memory that cards may page-lock.  [default: 80%]")
 placement = _engine("placement", "auto", "Where weights are read.")
 host_mapped_budget = _engine("host_mapped_budget", None, "Most bytes that a step reads in place.  [default: by platform]")
 headroom = _engine("headroom", None, "Bytes that stay free below the limit.  [default: by platform]")

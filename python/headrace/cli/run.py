@@ -63,6 +63,7 @@ def _is_number(word: str) -> bool:
 @options.seed
 @options.device
 @options.vram_limit
+@options.host_limit
 @options.placement
 @options.host_mapped_budget
 @options.headroom
