@@ -80,7 +80,7 @@ def linear_times(path: Path | None) -> dict[Any, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = ["matmulnbits", *make_gguf.FORMATS]
+    known = ["matmulnbits", *make_gguf.FORMATS, *make_gguf.MIXES]
     parser.add_argument("--formats", nargs="+", choices=known, default=known)
     parser.add_argument("--activations", nargs="+", choices=("int16", "int8"), default=["int16", "int8"])
     parser.add_argument("--shape", choices=make_model.SHAPES, default="14b")

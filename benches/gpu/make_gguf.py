@@ -44,6 +44,12 @@ FORMATS = {
 }
 
 
+MIXES = {
+    "q4_k_m": ("q4_k", {"attn_v": "q6_k", "ffn_down": "q6_k"}, "q6_k"),
+}
+"""Files of two formats, as quantising tools make them: the format of most matrices, of some matrices in every second layer, of the head."""
+
+
 def rows_of(rng: np.random.Generator, block: Block, rows: int, cols: int) -> Bytes:
     """Random rows as the file has them: [rows, bytes of a row]."""
     made = min(rows, 4096)
@@ -58,7 +64,8 @@ def rows_of(rng: np.random.Generator, block: Block, rows: int, cols: int) -> Byt
 
 def build(shape: Shape, name: str, path: Path, seed: int = 1) -> None:
     """Writes the file."""
-    block, rng = FORMATS[name], np.random.default_rng(seed)
+    most, better, head = MIXES.get(name, (name, {}, name))
+    block, rng = FORMATS[most], np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), "qwen2")
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(shape.hidden)
@@ -77,8 +84,8 @@ def build(shape: Shape, name: str, path: Path, seed: int = 1) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 
-    def matrix(tensor: str, data: Bytes) -> None:
-        writer.add_tensor(tensor, data, raw_dtype=block.kind)
+    def matrix(tensor: str, data: Bytes, kind: str = most) -> None:
+        writer.add_tensor(tensor, data, raw_dtype=FORMATS[kind].kind)
 
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ones = np.ones(shape.hidden, np.float32)
@@ -91,8 +98,10 @@ def build(shape: Shape, name: str, path: Path, seed: int = 1) -> None:
         "ffn_up": rows_of(rng, block, shape.ffn, shape.hidden),
         "ffn_down": rows_of(rng, block, shape.hidden, shape.ffn),
     }
+    sizes = {"attn_v": (kv_width, shape.hidden), "ffn_down": (shape.hidden, shape.ffn)}
+    other = {part: rows_of(rng, FORMATS[kind], *sizes[part]) for part, kind in better.items()}
     matrix("token_embd.weight", rows_of(rng, block, shape.vocab, shape.hidden))
-    matrix("output.weight", rows_of(rng, block, shape.vocab, shape.hidden))
+    matrix("output.weight", rows_of(rng, FORMATS[head], shape.vocab, shape.hidden), head)
     writer.add_tensor("output_norm.weight", ones)
     for layer in range(shape.layers):
         for norm in ("attn_norm", "ffn_norm"):
@@ -100,7 +109,10 @@ def build(shape: Shape, name: str, path: Path, seed: int = 1) -> None:
         for part, rows in (("q", width), ("k", kv_width), ("v", kv_width)):
             writer.add_tensor(f"blk.{layer}.attn_{part}.bias", np.zeros(rows, np.float32))
         for part, data in made.items():
-            matrix(f"blk.{layer}.{part}.weight", data)
+            if layer % 2 == 0 and part in better:
+                matrix(f"blk.{layer}.{part}.weight", other[part], better[part])
+            else:
+                matrix(f"blk.{layer}.{part}.weight", data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=False)
@@ -110,7 +122,7 @@ def build(shape: Shape, name: str, path: Path, seed: int = 1) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("format", choices=FORMATS)
+    parser.add_argument("format", choices=[*FORMATS, *MIXES])
     parser.add_argument("path", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     a = parser.parse_args()

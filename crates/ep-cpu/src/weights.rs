@@ -88,7 +88,7 @@ impl FileWeights {
         let mut planes: [Vec<u8>; MAX_PLANES] = Default::default();
         for (plane, to) in planes.iter_mut().enumerate().take(tensor.format.planes()) {
             *to = vec![0; tensor.rows.saturating_mul(tensor.format.row_bytes(plane, tensor.cols))];
-            if !arrange_rows(stored, plane, from, to) {
+            if !arrange_rows(stored, plane, tensor.cols, from, to) {
                 return Err(format!(
                     "{}: {} can't be laid out as {}",
                     tensor.name,

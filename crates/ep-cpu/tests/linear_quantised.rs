@@ -11,7 +11,7 @@ use proptest::prelude::*;
 fn widths_of(format: Format) -> Vec<usize> {
     let odd: &[usize] = match format {
         Format::Nbits(_) => &[1, 15, 16, 17, 33, 64, 200, 240, 241, 256, 257, 300, 576, 1000],
-        Format::Q4_K | Format::Q5_K | Format::Q6_K => &[256, 512, 768],
+        _ if format.col_multiple() == 256 => &[256, 512, 768],
         _ => &[32, 64, 224, 256, 288, 576, 1536],
     };
     odd.to_vec()

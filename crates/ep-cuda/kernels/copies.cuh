@@ -18,6 +18,9 @@ __device__ __forceinline__ void copy16(void* to, const void* from, u32 n) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_at(to)), "l"(__cvta_generic_to_global(from)), "r"(n)
                  : "memory");
 }
+__device__ __forceinline__ void copy8(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
+}
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(__cvta_generic_to_global(from)) : "memory");
 }

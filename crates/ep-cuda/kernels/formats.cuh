@@ -77,6 +77,38 @@ template <class S> struct Planar4Min {
     }
 };
 
+// Six bits in planes, all of a row one after the other: low bits, high bits, signed scales for every 16 columns, then a binary32 step
+// for every 256.
+struct Planar6 {
+    static const bool PAIR = true, HALVES = true, MIN = false, ZERO = false;
+    struct Row { const u8* w; };
+    struct Raw { uint4 low; uint2 high; u32 scales; float d; };
+    static __device__ __forceinline__ size_t row_bytes(u32 cols) { return cols / 16 * 13 + (cols / 64 + 15) / 16 * 16; }
+    static __device__ __forceinline__ Row row(const u8* const* planes, size_t r, const FormatParams& p) {
+        return {planes[0] + r * row_bytes(p.cols)};
+    }
+    static __device__ __forceinline__ Raw load(const Row& r, u32 k, const FormatParams& p) {
+        return {stream16(r.w + (size_t)k * 16), stream8(r.w + p.cols / 2 + (size_t)k * 8), load2(r.w + p.cols / 4 * 3 + k * 2),
+                __uint_as_float(load4(r.w + p.cols / 16 * 13 + k / 8 * 4))};
+    }
+    // Codes less 32 as signed bytes; `v` holds six bits in each byte.
+    static __device__ __forceinline__ u32 centred(u32 v) {
+        v ^= 0x20202020u;
+        return v | (v & 0x20202020u) * 6u;
+    }
+    static __device__ __forceinline__ void unpack(const Raw& o, u32, const FormatParams&, int w[8], BlockFloats& f) {
+        const u32 x[4] = {o.low.x, o.low.y, o.low.z, o.low.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 h = (i < 2 ? o.high.x : o.high.y) >> (i & 1) * 4;
+            w[2 * i] = (int)centred((x[i] & 0x0f0f0f0fu) | (h & 0x03030303u) << 4);
+            w[2 * i + 1] = (int)centred((x[i] >> 4 & 0x0f0f0f0fu) | (h >> 2 & 0x03030303u) << 4);
+        }
+        f.s0 = __fmul_rn(o.d, (float)(signed char)(o.scales & 255));
+        f.s1 = __fmul_rn(o.d, (float)(signed char)(o.scales >> 8));
+    }
+};
+
 __device__ __forceinline__ float planar_scale(const u8* s, u32 g, u32 half) {
     return half ? f16_to_float(load2(s + g * 2)) : __uint_as_float(load4(s + g * 4));
 }

@@ -14,10 +14,18 @@
 //
 // Launch: cluster of 8 / LANES, block LANES * RG * TG * 32, grid (8 / LANES * token tiles, row tiles of the segments),
 // dynamic shared memory tile_shared (src/launch/linear/tile.rs). `x.ld` is a multiple of 8, the columns a multiple of 256.
-// Compute capability 9.0. Compiled once for each format class (FORMAT) that has the option PIPE.
+// Compute capability 9.0. Compiled once for each format class (FORMAT) that has the option PIPE or SIXBITS.
+//
+// Six bits have two scales a block of 32 columns and so two dots of 16; their unit is 1, and three steps make a float of them.
 #include "cluster.cuh"
 
-#if defined(PIPE) && __CUDA_ARCH__ >= 900
+#ifdef SIXBITS
+#define SIX_CLASS true
+#else
+#define SIX_CLASS false
+#endif
+
+#if (defined(PIPE) || defined(SIXBITS)) && __CUDA_ARCH__ >= 900
 
 #define START 0x49400000  // 1.5 * 2^19, whose unit is 1/16
 #define START_FLOAT 786432.0f
@@ -33,9 +41,19 @@ template <bool UNSIGNED> __device__ __forceinline__ void mma(int c[4], const u32
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
 }
 
+#define WHOLE 0x4b400000  // 1.5 * 2^23, whose unit is 1
+#define WHOLE_FLOAT 12582912.0f
+
+// Half a block: 16 columns.
+__device__ __forceinline__ void mma_half(int c[4], u32 a0, u32 a1, u32 b0) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%7,%7,%7};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b0), "r"(WHOLE));
+}
+
 // SIDE: a block's lanes are neighbours (64 bytes of a weight row in one piece at LANES 4); else it has lanes l and l + 4,
 // whose sums it adds up itself.
-template <class S, bool W16, int LANES, bool SIDE, int RG, int TG, int M, int NT, int PERIODS, int STAGES>
+template <class S, bool SIX, bool W16, int LANES, bool SIDE, int RG, int TG, int M, int NT, int PERIODS, int STAGES>
 __device__ __forceinline__ void tile(const LinearArgs& a) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ u64 arrived[STAGES];
@@ -44,7 +62,9 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
     // A period of a stage: codes [row][lane][16], scales [row][8], activation codes [lane][token][high, low][32], their steps
     // [lane][token]. The lanes of a row's codes are permuted to keep the banks apart.
     const int SCALES_AT = LANES * R * 16, X_AT = SCALES_AT + R * 8 * SCALE, STEPS_AT = X_AT + LANES * TOKENS * PLANES * 32;
-    const int PERIOD = STEPS_AT + LANES * TOKENS * 8, STAGE = PERIOD * PERIODS;
+    // Six bits: high bits [row][lane][8], then steps of super-blocks [row].
+    const int HIGH_AT = STEPS_AT + LANES * TOKENS * 8, SUPER_AT = HIGH_AT + (SIX ? LANES * R * 8 : 0);
+    const int PERIOD = SUPER_AT + (SIX ? R * 4 : 0), STAGE = PERIOD * PERIODS;
     const u32 rank = blockIdx.x % CLUSTER, first = blockIdx.x / CLUSTER * TOKENS;
     const u32 tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const u32 slot = tid / 32 % LANES, group = tid / 32 / LANES, row_at = group % RG * (M * 16), token_at = group / RG * (NT * 8);
@@ -67,13 +87,27 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
         const u32 e = tid + i * THREADS;
-        codes_from[i] = s.planes[0] + ((u64)min(r0 + e / LANES, s.rows - 1) * kb + lane_of(e % LANES)) * 16;
+        const u32 row = min(r0 + e / LANES, s.rows - 1);
+        codes_from[i] = s.planes[0] + (SIX ? row * Planar6::row_bytes(a.x.cols) : (u64)row * kb * 16) + lane_of(e % LANES) * 16;
         codes_to[i] = base + place(e / LANES, e % LANES);
     }
 #pragma unroll
     for (int i = 0; i < SCALES; i++) {
         const u32 e = tid + i * THREADS;
-        scales_from[i] = s.planes[1] + (u64)min(r0 + e / (SCALE / 2), s.rows - 1) * kb * SCALE + e % (SCALE / 2) * 16;
+        const u32 row = min(r0 + e / (SCALE / 2), s.rows - 1);
+        scales_from[i] = SIX ? s.planes[0] + row * Planar6::row_bytes(a.x.cols) + a.x.cols / 4 * 3
+                             : s.planes[1] + (u64)row * kb * SCALE + e % (SCALE / 2) * 16;
+    }
+    // High bits follow a row's codes; where those of codes_from[i] begin. A thread copies steps for the row of its scales.
+    const u8 *high_from[CODES], *super_from = nullptr;
+    if (SIX) {
+#pragma unroll
+        for (int i = 0; i < CODES; i++) {
+            const u32 e = tid + i * THREADS;
+            high_from[i] = s.planes[0] + min(r0 + e / LANES, s.rows - 1) * Planar6::row_bytes(a.x.cols) + a.x.cols / 2 + lane_of(e % LANES) * 8;
+        }
+        super_from = scales_from[0] + a.x.cols / 16;
+        static_assert(!SIX || R <= THREADS && PERIODS == 1, "a thread copies the scales of one row");
     }
     u32 period = 0;  // first of the next stage to be filled
     auto fill = [&](u32 put) {
@@ -88,6 +122,16 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
             for (int i = 0; i < SCALES; i++)
                 if ((R * SCALE / 2) % THREADS == 0 || tid + i * THREADS < R * SCALE / 2)
                     copy16(base + SCALES_AT + (tid + i * THREADS) * 16 + put + p * PERIOD, scales_from[i] + p * 8 * SCALE);
+        }
+        if (SIX) {
+#pragma unroll
+            for (int i = 0; i < CODES; i++)
+                if (LANES * R % THREADS == 0 || tid + i * THREADS < LANES * R) {
+                    copy8(base + HIGH_AT + (tid + i * THREADS) * 8 + put, high_from[i]);
+                    high_from[i] += 64;
+                }
+            if (tid < R) copy4(base + SUPER_AT + tid * 4 + put, super_from);
+            super_from += 4;
         }
 #pragma unroll
         for (int i = 0; i < CODES; i++) codes_from[i] += 128 * PERIODS;
@@ -146,7 +190,7 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
     const u32 sign = S::MIN ? 0 : (a.flip & 0x80808080u) ^ 0x80808080u;
     // Where this thread's operands are in a period.
     const u32 codes_at = place(row_at + g, slot) + t * 4, scales_at = SCALES_AT + (row_at + g) * 8 * SCALE, klane = lane_of(slot);
-    const u32 x_at = X_AT + (slot * TOKENS + token_at + g) * (PLANES * 32) + 8 * t;
+    const u32 x_at = X_AT + (slot * TOKENS + token_at + g) * (PLANES * 32) + (SIX ? 4 : 8) * t;
     const u32 steps_at = STEPS_AT + (slot * TOKENS + token_at + 2 * t) * 8;
 
     u32 get = 0, at = 0, parity = 0;  // this stage: where it is, which of the ring, which round
@@ -171,6 +215,20 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
             for (int i = 0; i < M; i++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
+                    if (SIX) {
+                        // Elements 4 t to 4 t + 3 and 16 more: low bits, then high ones in pairs of even and odd elements.
+                        const u8* at = from + codes_at - t * 2 + (i * 16 + h * 8) * (LANES * 16);
+                        const u32 y = *(const u16*)at | (u32) * (const u16*)(at + 8) << 16, z = y >> 4;
+                        const u8* more = from + HIGH_AT + ((row_at + i * 16 + h * 8 + g) * LANES + slot) * 8 + (t & 1) * 2;
+                        const u32 high = (*(const u16*)more | (u32) * (const u16*)(more + 4) << 16) >> (t >> 1) * 4;
+                        const u32 even = (y & 0x0f0f0f0fu) | (high & 0x03030303u) << 4, odd = (z & 0x0f0f0f0fu) | (high >> 2 & 0x03030303u) << 4;
+                        w[i][h] = Planar6::centred(__byte_perm(even, odd, 0x5140));
+                        w[i][h + 2] = Planar6::centred(__byte_perm(even, odd, 0x7362));
+                        const float step = *(const float*)(from + SUPER_AT + (row_at + i * 16 + h * 8 + g) * 4);
+                        const Scale both = S::read(from + scales_at + (i * 16 + h * 8) * 8 * SCALE, klane);
+                        scale[i][h] = {__fmul_rn(step, both.s), __fmul_rn(step, both.m)};
+                        continue;
+                    }
                     const u32 x = *(const u32*)(from + codes_at + (i * 16 + h * 8) * (LANES * 16)), y = x << 4;
                     w[i][h] = (__byte_perm(y, x, 0x5140) & 0xf0f0f0f0u) ^ sign;
                     w[i][h + 2] = (__byte_perm(y, x, 0x7362) & 0xf0f0f0f0u) ^ sign;
@@ -178,6 +236,28 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
                 }
 #pragma unroll
             for (int j = 0; j < NT; j++) {
+                if (SIX) {
+                    const u8* x = from + x_at + j * (PLANES * 256);
+                    const float d[2] = {*(const float*)(from + steps_at + j * 64), *(const float*)(from + steps_at + j * 64 + 8)};
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const u32 high = *(const u32*)(x + half * 16), low = W16 ? *(const u32*)(x + 32 + half * 16) : 0;
+#pragma unroll
+                        for (int i = 0; i < M; i++) {
+                            int c[4], e[4];
+                            mma_half(c, w[i][2 * half], w[i][2 * half + 1], high);
+                            if (W16) mma_half(e, w[i][2 * half], w[i][2 * half + 1], low);
+#pragma unroll
+                            for (int q = 0; q < 4; q++) {
+                                float v = __fsub_rn(__int_as_float(c[q]), WHOLE_FLOAT);
+                                if (W16) v = __fmaf_rn(v, 256.0f, __fsub_rn(__int_as_float(e[q]), WHOLE_FLOAT));
+                                const float f = half ? scale[i][q >> 1].m : scale[i][q >> 1].s;
+                                acc[i][j][q] = __fmaf_rn(v, __fmul_rn(f, d[q & 1]), acc[i][j][q]);
+                            }
+                        }
+                    }
+                    continue;
+                }
                 const uint2 high = *(const uint2*)(from + x_at + j * (PLANES * 256));
                 const uint2 low = W16 ? *(const uint2*)(from + x_at + 32 + j * (PLANES * 256)) : make_uint2(0, 0);
                 const float d[2] = {*(const float*)(from + steps_at + j * 64), *(const float*)(from + steps_at + j * 64 + 8)};
@@ -237,11 +317,11 @@ __device__ __forceinline__ void tile(const LinearArgs& a) {
     static_assert(R == RG * M * 16 && TOKENS == TG * NT * 8, "name");                                                   \
     extern "C" __global__ void __cluster_dims__(8 / LANES, 1, 1) __launch_bounds__(LANES* RG* TG * 32, BLOCKS)           \
         tile_w16_r##R##_t##TOKENS(const __grid_constant__ LinearArgs a) {                                                \
-        tile<SCALES, true, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                        \
+        tile<SCALES, SIX_CLASS, true, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                        \
     }                                                                                                                 \
     extern "C" __global__ void __cluster_dims__(8 / LANES, 1, 1) __launch_bounds__(LANES* RG* TG * 32, BLOCKS)           \
         tile_w8_r##R##_t##TOKENS(const __grid_constant__ LinearArgs a) {                                                 \
-        tile<SCALES, false, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                       \
+        tile<SCALES, SIX_CLASS, false, LANES, SIDE, RG, TG, M, NT, PERIODS, STAGES>(a);                                       \
     }
 KERNEL(128, 64, 4, false, 2, 1, 4, 8, 1, 6, 1)
 KERNEL(128, 32, 2, true, 4, 1, 2, 4, 1, 5, 2)

@@ -45,6 +45,16 @@ __device__ __forceinline__ Scale super_scale(uint4 v, u32 lane) {
             __fmul_rn(-f16_to_float((u16)(v.x >> 16)), small_float(m))};
 }
 
+// Of six bits: signed bytes for both halves of a block; their steps lie elsewhere.
+struct ScalesSix {
+    static const int BYTES = 2;
+    static const bool MIN = false;
+    static __device__ __forceinline__ Scale read(const u8* group, u32 lane) {
+        const u32 v = *(const u16*)(group + lane * 2);
+        return {(float)(signed char)(v & 255u), (float)(signed char)(v >> 8)};
+    }
+};
+
 struct ScalesK {
     static const int BYTES = 2;
     static const bool MIN = true;

@@ -27,6 +27,8 @@ pub struct HostRows<'a> {
     pub file: Option<usize>,
     /// The format of `bytes` where rows are laid out anew; the plane and the bytes of one of its rows.
     anew: Option<(Format, usize, usize)>,
+    /// Columns of the matrix.
+    cols: usize,
     /// Bytes of the plane's rows on the device.
     pub len: usize,
 }
@@ -61,7 +63,7 @@ impl<'a> HostRows<'a> {
         let source = source.ok_or("rows that aren't there")?;
         let part = (PART / row).max(1);
         let parts = to.par_chunks_mut(part * row).zip(source.par_chunks((part * size).max(1)));
-        match parts.map(|(to, from)| arrange_rows(stored, plane, from, to)).all(|done| done) {
+        match parts.map(|(to, from)| arrange_rows(stored, plane, self.cols, from, to)).all(|done| done) {
             true => Ok(()),
             false => Err(format!("{} can't be laid out in planes", stored.name())),
         }
@@ -121,6 +123,7 @@ impl HostWeights {
             bytes,
             file: file.filter(|_| tensor.stored.is_none()),
             anew: tensor.stored.map(|stored| (stored, plane, wanted)),
+            cols: tensor.cols,
             len: wanted.saturating_mul(rows),
         })
     }

@@ -163,6 +163,7 @@ fn random_shapes() -> Vec<ModelShape> {
         ModelShape { formats: vec![Format::Q4_0], bias: true, ..base.clone() },
         ModelShape { formats: vec![Format::Q4_1], qk_norm: true, ..base.clone() },
         ModelShape { formats: vec![Format::Q4_K], tied: true, ..base.clone() },
+        ModelShape { formats: vec![Format::Q6_K], ..base.clone() },
         ModelShape { formats: vec![Format::Q4_K, Format::Q6_K, Format::Q4_1, Format::Q4_0], ..base.clone() },
         // Some matrices in a format that only the other kernels serve.
         ModelShape { formats: vec![half, Format::Q8_0, format(ScaleType::F16, ZeroPoint::TwosComplement)], ..base },

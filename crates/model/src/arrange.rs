@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use half::f16;
 use headrace_numerics::format::{Format, Nbits, Planes, ScaleType, ZeroPoint};
 
 use crate::spec::{ModelSpec, TensorId};
@@ -22,44 +23,46 @@ pub const fn in_planes(format: Format) -> Option<Format> {
         }
         Format::Q4_1 => Some(Format::Planes(Planes::Q4_1)),
         Format::Q4_K => Some(Format::Planes(Planes::Q4_K)),
+        Format::Q6_K => Some(Format::Planes(Planes::Q6_K)),
         _ => None,
     }
 }
 
-/// Bytes of one block or super-block of a format that [`in_planes`] knows, and the blocks of 32 in it.
-const fn block_of(format: Format) -> (usize, usize) {
-    match format {
-        Format::Q4_0 => (18, 1),
-        Format::Q4_1 => (20, 1),
-        Format::Q8_0 => (34, 1),
-        Format::Q4_K => (144, 8),
-        _ => (0, 1),
-    }
-}
-
-/// Writes plane `plane` of the format in planes of some rows of a matrix: `from` holds whole rows of `stored`, `to` as many rows of
-/// the plane. False, and nothing written, if `stored` has no format in planes or the lengths don't belong together.
-pub fn arrange_rows(stored: Format, plane: usize, from: &[u8], to: &mut [u8]) -> bool {
+/// Writes plane `plane` of the format in planes of some rows of a matrix of `cols` columns: `from` holds whole rows of `stored`, `to` as
+/// many rows of the plane. False, and nothing written, if `stored` has no format in planes or the lengths don't belong together.
+pub fn arrange_rows(stored: Format, plane: usize, cols: usize, from: &[u8], to: &mut [u8]) -> bool {
     let Some(format) = in_planes(stored) else { return false };
-    let (size, blocks) = block_of(stored);
-    let piece = format.row_bytes(plane, blocks * 32);
-    if size == 0 || piece == 0 || !from.len().is_multiple_of(size) || from.len() / size * piece != to.len() {
+    let (size, wanted) = (stored.row_bytes(0, cols), format.row_bytes(plane, cols));
+    let fits = cols.is_multiple_of(stored.col_multiple()) && size > 0 && wanted > 0 && from.len().is_multiple_of(size);
+    if !fits || from.len() / size * wanted != to.len() {
         return false;
     }
-    let all = || from.chunks_exact(size);
+    let rows = from.chunks_exact(size).zip(to.chunks_exact_mut(wanted));
     match (stored, plane) {
-        (Format::Q4_0, 0) => all().zip(to.chunks_exact_mut(16)).for_each(|(b, to)| put(to, 0, pair_halves(&b[2..18]))),
-        (Format::Q4_1, 0) => all().zip(to.chunks_exact_mut(16)).for_each(|(b, to)| put(to, 0, pair_halves(&b[4..20]))),
-        (Format::Q8_0, 0) => all().zip(to.chunks_exact_mut(32)).for_each(|(b, to)| to.copy_from_slice(&b[2..])),
-        (Format::Q4_0 | Format::Q8_0, 1) => {
-            all().zip(to.chunks_exact_mut(2)).for_each(|(b, to)| to.copy_from_slice(&b[..2]));
-        }
-        (Format::Q4_1, 1) => all().zip(to.chunks_exact_mut(4)).for_each(|(b, to)| to.copy_from_slice(&b[..4])),
-        (Format::Q4_K, 0) => all().zip(to.chunks_exact_mut(128)).for_each(|(b, to)| super_codes(b, to)),
-        (Format::Q4_K, 1) => all().zip(to.chunks_exact_mut(16)).for_each(|(b, to)| super_scales(b, to)),
+        (Format::Q4_0, 0) => blocks(rows, 18, 16, |b, to| put(to, 0, pair_halves(&b[2..18]))),
+        (Format::Q4_1, 0) => blocks(rows, 20, 16, |b, to| put(to, 0, pair_halves(&b[4..20]))),
+        (Format::Q8_0, 0) => blocks(rows, 34, 32, |b, to| to.copy_from_slice(&b[2..])),
+        (Format::Q4_0, 1) => blocks(rows, 18, 2, |b, to| to.copy_from_slice(&b[..2])),
+        (Format::Q8_0, 1) => blocks(rows, 34, 2, |b, to| to.copy_from_slice(&b[..2])),
+        (Format::Q4_1, 1) => blocks(rows, 20, 4, |b, to| to.copy_from_slice(&b[..4])),
+        (Format::Q4_K, 0) => blocks(rows, 144, 128, super_codes),
+        (Format::Q4_K, 1) => blocks(rows, 144, 16, super_scales),
+        (Format::Q6_K, 0) => rows.for_each(|(from, to)| six_bits(cols, from, to)),
         _ => return false,
     }
     true
+}
+
+/// Does every block of `size` bytes of some rows, which becomes `wanted` bytes.
+fn blocks<'a>(
+    rows: impl Iterator<Item = (&'a [u8], &'a mut [u8])>,
+    size: usize,
+    wanted: usize,
+    arrange: impl Fn(&[u8], &mut [u8]),
+) {
+    for (from, to) in rows {
+        from.chunks_exact(size).zip(to.chunks_exact_mut(wanted)).for_each(|(from, to)| arrange(from, to));
+    }
 }
 
 fn put(to: &mut [u8], at: usize, halves: [u64; 2]) {
@@ -116,6 +119,37 @@ fn super_scales(from: &[u8], to: &mut [u8]) {
     }
 }
 
+/// A row of Q6_K, as [`Planes::Q6_K`] has it.
+fn six_bits(cols: usize, from: &[u8], to: &mut [u8]) {
+    let (low, rest) = to.split_at_mut(cols / 2);
+    let (high, rest) = rest.split_at_mut(cols / 4);
+    let (scales, ds) = rest.split_at_mut(cols / 16);
+    ds.fill(0);
+    let supers = from.chunks_exact(210).zip(low.chunks_exact_mut(128)).zip(high.chunks_exact_mut(64));
+    let others = scales.chunks_exact_mut(16).zip(ds.chunks_exact_mut(4));
+    for (((from, low), high), (scales, d)) in supers.zip(others) {
+        scales.copy_from_slice(&from[192..208]);
+        d.copy_from_slice(&f16::from_le_bytes([from[208], from[209]]).to_f32().to_le_bytes());
+        for group in 0..2 {
+            let (codes, pairs) = (&from[group * 64..][..64], &from[128 + group * 32..][..32]);
+            for j in 0..4 {
+                let block = group * 4 + j;
+                let nibbles = |half: usize| {
+                    let at = j % 2 * 32 + half * 16;
+                    let (a, b) = (word(codes, at), word(codes, at + 8));
+                    let shift = if j < 2 { 0 } else { 4 };
+                    squeeze(a >> shift) | squeeze(b >> shift) << 32
+                };
+                put(low, block * 16, [nibbles(0), nibbles(1)]);
+                for (i, to) in high[block * 8..][..8].iter_mut().enumerate() {
+                    let pair = |more: usize| (pairs[i / 4 * 16 + 2 * (i % 4) + more] >> (2 * j)) & 3;
+                    *to = pair(0) | pair(1) << 2 | pair(8) << 4 | pair(9) << 6;
+                }
+            }
+        }
+    }
+}
+
 impl ModelSpec {
     /// The same model with the matrices of its linear layers in the formats that `wanted` names; a format that it gives back as it
     /// is stays. Their bytes stay where they are in the files: [`crate::spec::Tensor::stored`] says in which format.
@@ -164,17 +198,21 @@ mod tests {
     #[test]
     fn every_block_is_the_same_in_planes() {
         let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(1);
-        for stored in [Format::Q4_0, Format::Q4_1, Format::Q8_0, Format::Q4_K] {
+        for stored in [Format::Q4_0, Format::Q4_1, Format::Q8_0, Format::Q4_K, Format::Q6_K] {
             let format = in_planes(stored).unwrap();
             let (rows, cols) = (5, 768);
             let mut from = vec![0; rows * stored.row_bytes(0, cols)];
             rng.fill_bytes(&mut from);
             let planes = [0, 1, 2].map(|p| {
                 let mut to = vec![0xa5; rows * format.row_bytes(p, cols)];
-                assert_eq!(arrange_rows(stored, p, &from, &mut to), p < format.planes(), "{stored:?} {p}");
+                assert_eq!(arrange_rows(stored, p, cols, &from, &mut to), p < format.planes(), "{stored:?} {p}");
                 to
             });
-            assert_eq!(planes.iter().map(Vec::len).sum::<usize>(), from.len(), "{stored:?} has other bytes in planes");
+            let bytes = planes.iter().map(Vec::len).sum::<usize>();
+            assert!(
+                bytes == from.len() || stored == Format::Q6_K && bytes == rows * (3 * 208 + 16),
+                "{stored:?}: {bytes}"
+            );
             let before = WeightView::new(stored, rows, cols, [&from, &[], &[]]).unwrap();
             let after = WeightView::new(format, rows, cols, [&planes[0], &planes[1], &planes[2]]).unwrap();
             for (row, b) in (0..rows).flat_map(|r| (0..cols / 32).map(move |b| (r, b))) {
@@ -191,11 +229,15 @@ mod tests {
     #[test]
     fn lengths_that_do_not_belong_together_are_refused() {
         let mut to = [0; 16];
-        assert!(arrange_rows(Format::Q4_0, 0, &[0; 18], &mut to));
-        assert!(!arrange_rows(Format::Q4_0, 0, &[0; 17], &mut to));
-        assert!(!arrange_rows(Format::Q4_0, 0, &[0; 36], &mut to));
-        assert!(!arrange_rows(Format::Q4_0, 2, &[0; 18], &mut to));
-        assert!(!arrange_rows(Format::F16, 0, &[0; 18], &mut to));
-        assert!(!arrange_rows(Format::Q6_K, 0, &[0; 210], &mut to));
+        assert!(arrange_rows(Format::Q4_0, 0, 32, &[0; 18], &mut to));
+        assert!(!arrange_rows(Format::Q4_0, 0, 32, &[0; 17], &mut to));
+        assert!(!arrange_rows(Format::Q4_0, 0, 32, &[0; 36], &mut to));
+        assert!(!arrange_rows(Format::Q4_0, 0, 31, &[0; 18], &mut to));
+        assert!(!arrange_rows(Format::Q4_0, 0, 0, &[], &mut []));
+        assert!(!arrange_rows(Format::Q4_0, 2, 32, &[0; 18], &mut to));
+        assert!(!arrange_rows(Format::F16, 0, 32, &[0; 18], &mut to));
+        assert!(!arrange_rows(Format::Q6_K, 1, 256, &[0; 210], &mut to));
+        assert!(!arrange_rows(Format::Q6_K, 0, 256, &[0; 210], &mut [0; 208]));
+        assert!(arrange_rows(Format::Q6_K, 0, 256, &[0; 210], &mut [0; 224]));
     }
 }

@@ -117,6 +117,17 @@ pub fn weight_block(w: &WeightView<'_>, row: usize, b: usize) -> WeightBlock {
             ([sc(0), sc(1)], true)
         }
         Format::Nbits(n) => return nbits_block(w, n, row, b),
+        Format::Planes(Planes::Q6_K) => {
+            let (high, scales) = (&bytes[w.cols / 2 + b * 8..], &bytes[w.cols / 4 * 3..]);
+            for (i, code) in codes.iter_mut().enumerate() {
+                let pair = high[i / 16 * 4 + i % 8 / 2] >> (2 * (i % 2) + 4 * (i % 16 / 8)) & 3;
+                *code = nibble(bytes, b * BLOCK + i) + 16 * i16::from(pair) - 32;
+            }
+            let at = w.cols / 16 + b / 8 * 4;
+            let d = f32::from_le_bytes([scales[at], scales[at + 1], scales[at + 2], scales[at + 3]]);
+            let sc = |h: usize| d * f32::from(scales[b * 2 + h] as i8);
+            ([sc(0), sc(1)], true)
+        }
         Format::Planes(p) => {
             for (i, code) in codes.iter_mut().enumerate() {
                 *code = nibble(bytes, b * BLOCK + i);
@@ -127,7 +138,7 @@ pub fn weight_block(w: &WeightView<'_>, row: usize, b: usize) -> WeightBlock {
                     min = Some(f16_at(scales, b * 4 + 2));
                     (plain(f16_at(scales, b * 4)), false)
                 }
-                Planes::Q4_K => {
+                Planes::Q4_K | Planes::Q6_K => {
                     let sup = &scales[b / 8 * 16..b / 8 * 16 + 16];
                     let (packed, m_high) = (sup[4 + b % 8], nibble(&sup[12..], b % 8) as u8);
                     min = Some(-(f16_at(sup, 2) * f32::from(packed >> 6 | m_high << 2)));

@@ -55,11 +55,11 @@ pub struct Nbits {
     pub zero: ZeroPoint,
 }
 
-/// A GGUF format whose blocks are laid out in planes: codes in plane 0, scales in plane 1. The codes, the scales and the
+/// A GGUF format whose blocks are laid out in planes: codes apart from scales. The codes, the scales and the
 /// arithmetic are those of the format of the same name; the bytes have another order, in which a GPU copies whole lines and a
 /// thread needs no shifts by odd addresses. Files don't hold these formats: a device that wants them lays rows out anew.
 ///
-/// Plane 0 is `[rows, cols / 32, 16]` bytes: nibble `i` of a block is element `i`, low nibble first, as in [`Nbits`].
+/// Unless it says otherwise, plane 0 is `[rows, cols / 32, 16]` bytes: nibble `i` of a block is element `i`, low nibble first, as in [`Nbits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types)]
 pub enum Planes {
@@ -69,6 +69,10 @@ pub enum Planes {
     /// blocks, the scale in the six low bits and the two low bits of the minimum above; then a nibble for each block, low nibble
     /// first, the four high bits of the minimum.
     Q4_K,
+    /// [`Format::Q6_K`], all in plane 0. A row is: the low four bits, `[cols / 32, 16]` bytes; the high two, `[cols / 32, 8]` bytes, of
+    /// which byte `4 j + b` of a block holds elements `16 j + 2 b`, one more, eight more and nine more, lowest bits first;
+    /// signed scales, `[cols / 256, 16]` bytes; `d` as binary32, `[cols / 256]`; zeros up to a multiple of 16 bytes.
+    Q6_K,
 }
 
 /// How the elements of a weight matrix are stored. Rows are outputs, columns are inputs (the reduction axis).
@@ -116,6 +120,7 @@ impl Format {
                 ZeroPoint::PerBlock => 3,
                 _ => 2,
             },
+            Format::Planes(Planes::Q6_K) => 1,
             Format::Planes(_) => 2,
             _ => 1,
         }
@@ -125,7 +130,7 @@ impl Format {
     pub const fn col_multiple(self) -> usize {
         match self {
             Format::F32 | Format::F16 | Format::BF16 | Format::Nbits(_) => 1,
-            Format::Q4_K | Format::Q5_K | Format::Q6_K | Format::Planes(Planes::Q4_K) => 256,
+            Format::Q4_K | Format::Q5_K | Format::Q6_K | Format::Planes(Planes::Q4_K | Planes::Q6_K) => 256,
             _ => 32,
         }
     }
@@ -149,6 +154,10 @@ impl Format {
             Format::Q5_K => (cols / 256).saturating_mul(176),
             Format::Q6_K => (cols / 256).saturating_mul(210),
             Format::Planes(p) => match (plane, p) {
+                (_, Planes::Q6_K) => {
+                    let d = (cols / 256).saturating_mul(4).next_multiple_of(16);
+                    (cols / 256).saturating_mul(208).saturating_add(d)
+                }
                 (0, _) => (cols / 32).saturating_mul(16),
                 (_, Planes::Q4_1) => (cols / 32).saturating_mul(4),
                 (_, Planes::Q4_K) => (cols / 256).saturating_mul(16),

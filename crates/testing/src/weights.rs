@@ -52,6 +52,14 @@ pub fn random_matrix(
             put_f16(block, 0, amplitude * rng.random_range(0.2..1.0) / 8.0);
             put_f16(block, 2, -amplitude * rng.random_range(0.2..1.0));
         }),
+        Format::Planes(Planes::Q6_K) => {
+            for row in planes[0].chunks_exact_mut(format.row_bytes(0, cols)) {
+                for d in row[cols / 16 * 13..].chunks_exact_mut(4) {
+                    let scale = f16::from_f32(amplitude * rng.random_range(0.2..1.0) / (127.0 * 32.0));
+                    d.copy_from_slice(&scale.to_f32().to_le_bytes());
+                }
+            }
+        }
         Format::Planes(Planes::Q4_K) => planes[1].chunks_exact_mut(16).for_each(|block| {
             put_f16(block, 0, amplitude * rng.random_range(0.2..1.0) / (63.0 * 8.0));
             put_f16(block, 2, amplitude * rng.random_range(0.2..1.0) / 63.0);

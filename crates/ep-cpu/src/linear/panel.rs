@@ -37,7 +37,7 @@ impl Panel {
 /// True where each half of a block has a scale of its own.
 pub(super) fn has_halves(format: Format) -> bool {
     match format {
-        Format::Q6_K => true,
+        Format::Q6_K | Format::Planes(Planes::Q6_K) => true,
         Format::Nbits(n) => n.block == 16,
         _ => false,
     }
@@ -113,13 +113,14 @@ pub(super) fn unpack(w: &WeightView<'_>, row: usize, g: usize, natural: &mut Nat
         Format::Q6_K => six_bits(&bytes[g * 210..][..210], natural, panel),
         Format::Nbits(n) => planar(w, n, row, g, count, natural, panel),
         Format::Planes(_) => {
-            panel.zero = [[0; GROUP_BLOCKS]; 2];
+            let zero: i16 = if w.format == Format::Planes(Planes::Q6_K) { 32 } else { 0 };
+            panel.zero = [[i32::from(zero); GROUP_BLOCKS]; 2];
             for lane in 0..count {
                 let block = weight_block(w, row, g * GROUP_BLOCKS + lane);
                 panel.scale[lane] = block.scale[0];
-                panel.other[lane] = block.min.unwrap_or(0.0);
+                panel.other[lane] = block.min.unwrap_or(block.scale[1]);
                 for (to, &code) in natural[lane * BLOCK..][..BLOCK].iter_mut().zip(&block.codes) {
-                    *to = code as u8;
+                    *to = (code + zero) as u8;
                 }
             }
         }

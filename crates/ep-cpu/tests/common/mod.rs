@@ -16,8 +16,19 @@ pub const WIDTHS: [ActivationWidth; 2] = [ActivationWidth::Int16, ActivationWidt
 /// Every quantised format.
 pub fn quantised_formats() -> Vec<Format> {
     use Format::*;
-    let mut all =
-        vec![Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Planes(self::Planes::Q4_1), Planes(self::Planes::Q4_K)];
+    let mut all = vec![
+        Q4_0,
+        Q4_1,
+        Q5_0,
+        Q5_1,
+        Q8_0,
+        Q4_K,
+        Q5_K,
+        Q6_K,
+        Planes(self::Planes::Q4_1),
+        Planes(self::Planes::Q4_K),
+        Planes(self::Planes::Q6_K),
+    ];
     for bits in [4, 8] {
         for block in [16, 32, 64, 128, 256] {
             for scale in [ScaleType::F32, ScaleType::F16] {
@@ -106,6 +117,14 @@ impl Matrix {
             Format::F16 => (0..plane.len()).step_by(2).for_each(|at| half(plane, at)),
             Format::Nbits(Nbits { scale: ScaleType::F16, .. }) => {
                 (0..planes[1].len()).step_by(2).for_each(|at| half(&mut planes[1], at));
+            }
+            Format::Planes(Planes::Q6_K) => {
+                for row in plane.chunks_exact_mut(format.row_bytes(0, cols)) {
+                    for d in row[cols / 16 * 13..].chunks_exact_mut(4) {
+                        let half = half::f16::from_bits(half_bits(kind, rng));
+                        d.copy_from_slice(&half.to_f32().to_le_bytes());
+                    }
+                }
             }
             Format::Planes(p) => {
                 let size = if p == Planes::Q4_1 { 4 } else { 16 };

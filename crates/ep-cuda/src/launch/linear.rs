@@ -19,7 +19,7 @@ use super::{Kernels, LaunchError, Queue, Shape, launch};
 use crate::abi::{Activation, EmbedArgs, LinearArgs, LinearSegment, MAX_SEGMENTS};
 
 pub(super) use self::formats::{class_of, is_piped_class};
-pub use self::formats::{format_params, is_piped, scale_bytes, wanted_format};
+pub use self::formats::{format_params, is_piped, is_six, scale_bytes, wanted_format};
 
 /// A form of a linear kernel. The defaults of [`Kernels::linear`] come from measurements; tests and benches ask for each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -88,6 +88,9 @@ impl LinearVariant {
             .collect();
         if capability >= 80 {
             all.extend([LinearVariant::Gemm { tiles: 1 }, LinearVariant::Gemm { tiles: 4 }]);
+            if is_six(format) && is_tiled(format, capability, cols, 8) {
+                all.extend(tiles());
+            }
             if is_piped(format) {
                 all.extend(PIPE.map(|p| LinearVariant::Pipe { weights: p.weights, tiles: p.tiles }));
                 if is_tiled(format, capability, cols, 8) {
@@ -327,6 +330,10 @@ impl Kernels {
         }
         if max_rows > 32 && is_wide(format, self.capability, x.cols as usize, x.ld as usize) {
             return LinearVariant::Wide;
+        }
+        if max_rows > 1 && is_six(format) && is_tiled(format, self.capability, x.cols as usize, x.ld as usize) {
+            let tokens = (max_rows.next_power_of_two() as u32).clamp(16, 64);
+            return LinearVariant::Tile { rows: 128, tokens };
         }
         // Narrow codes of up to 16 rows are better off with the pipeline.
         let tiled = if self.width == ActivationWidth::Int16 { 8 } else { 16 };

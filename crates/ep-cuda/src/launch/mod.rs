@@ -17,7 +17,7 @@ use cudarc::driver::sys::{self, CUfunction, CUstream};
 pub use activation::Source;
 pub use attention::{AttentionForm, HeadShape};
 pub use chain::ChainShape;
-pub use linear::{LinearVariant, format_params, is_piped, scale_bytes, wanted_format};
+pub use linear::{LinearVariant, format_params, is_piped, is_six, scale_bytes, wanted_format};
 pub use module::Kernels;
 
 /// Why a kernel was not loaded or launched.

@@ -237,6 +237,7 @@ pub fn formats() -> Vec<Format> {
         Format::Q6_K,
         Format::Planes(Planes::Q4_1),
         Format::Planes(Planes::Q4_K),
+        Format::Planes(Planes::Q6_K),
     ];
     for bits in [4, 8] {
         for block in [16, 32, 64, 128, 256] {

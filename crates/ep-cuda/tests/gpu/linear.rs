@@ -66,10 +66,20 @@ pub fn random_planes(rng: &mut ChaCha8Rng, format: Format, rows: usize, cols: us
             planes[0] = vector_bytes(&ordinary(rng, rows * cols), kind).0;
             return planes;
         }
+        Format::Planes(Planes::Q6_K) => {
+            for row in planes[0].chunks_exact_mut(format.row_bytes(0, cols)) {
+                for d in row[cols / 16 * 13..].chunks_exact_mut(4) {
+                    let mut bytes = [0; 2];
+                    half(&mut bytes);
+                    d.copy_from_slice(&f16::from_le_bytes(bytes).to_f32().to_le_bytes());
+                }
+            }
+            return planes;
+        }
         Format::Planes(p) => {
             let (size, offsets): (usize, &[usize]) = match p {
                 Planes::Q4_1 => (4, &[0, 2]),
-                Planes::Q4_K => (16, &[0, 2]),
+                _ => (16, &[0, 2]),
             };
             for block in planes[1].chunks_mut(size) {
                 for &at in offsets {

@@ -6,7 +6,7 @@ use headrace_numerics::format::{Format, Nbits, Planes, ScaleType, ZeroPoint};
 /// The format in which the kernels want matrices that a file has in `format`.
 pub fn wanted_format(format: Format) -> Format {
     match in_planes(format) {
-        Some(planes) if is_piped(planes) => planes,
+        Some(planes) if is_piped(planes) || is_six(planes) => planes,
         _ => format,
     }
 }
@@ -36,12 +36,13 @@ pub(in crate::launch) fn class_of(format: Format) -> &'static str {
         Format::Nbits(_) => "p8",
         Format::Planes(Planes::Q4_1) => "p4m",
         Format::Planes(Planes::Q4_K) => "p4k",
+        Format::Planes(Planes::Q6_K) => "p6k",
     }
 }
 
 /// True if linear.cu has tuned variants for the format.
 pub(super) fn is_hot(format: Format) -> bool {
-    matches!(class_of(format), "p4h" | "p4hz" | "p4f" | "p4fz" | "p4m" | "p4k" | "q4_0" | "q4_1" | "q8_0")
+    matches!(class_of(format), "p4h" | "p4hz" | "p4f" | "p4fz" | "p4m" | "p4k" | "p6k" | "q4_0" | "q4_1" | "q8_0")
 }
 
 /// True if linear_pipe.cu and the other kernels behind rings of copies serve the format: codes of 4 bits in plane 0, scales for each 32
@@ -49,9 +50,14 @@ pub(super) fn is_hot(format: Format) -> bool {
 pub fn is_piped(format: Format) -> bool {
     match format {
         Format::Nbits(Nbits { bits: 4, block: 32, zero, .. }) => zero != ZeroPoint::PerBlock,
-        Format::Planes(_) => true,
+        Format::Planes(p) => p != Planes::Q6_K,
         _ => false,
     }
+}
+
+/// True for six bits in planes, which linear_tile.cu serves as well.
+pub fn is_six(format: Format) -> bool {
+    format == Format::Planes(Planes::Q6_K)
 }
 
 /// True if a class has those kernels, for some of its formats.
@@ -67,7 +73,7 @@ pub(super) fn has_minimum(format: Format) -> bool {
 /// Bytes of the scales, and whatever goes with them, of a block of 32 columns in plane 1 of a piped format.
 pub fn scale_bytes(format: Format) -> usize {
     match format {
-        Format::Nbits(Nbits { scale: ScaleType::F16, .. }) | Format::Planes(Planes::Q4_K) => 2,
+        Format::Nbits(Nbits { scale: ScaleType::F16, .. }) | Format::Planes(Planes::Q4_K | Planes::Q6_K) => 2,
         _ => 4,
     }
 }

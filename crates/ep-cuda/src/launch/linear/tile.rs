@@ -2,7 +2,7 @@
 
 use headrace_numerics::format::Format;
 
-use super::formats::{has_minimum, is_piped, scale_bytes};
+use super::formats::{has_minimum, is_piped, is_six, scale_bytes};
 use crate::abi::Activation;
 use crate::launch::{Kernels, LaunchError};
 
@@ -30,17 +30,18 @@ pub(super) const TILE: [Tile; 3] = [
 ];
 
 /// Dynamic shared memory of linear_tile.cu: its ring, or the sums at the end. `block` is the bytes of an activation block's
-/// codes, `scale` those of a weight scale.
-fn tile_shared(form: &Tile, scale: usize, block: usize) -> usize {
+/// codes, `scale` those of a weight scale; `six` for six bits.
+fn tile_shared(form: &Tile, scale: usize, block: usize, six: bool) -> usize {
     let (rows, tokens, lanes) = (form.rows as usize, form.tokens as usize, form.lanes as usize);
     let stage = lanes * rows * 16 + rows * 8 * scale + lanes * tokens * (block + 8);
+    let stage = if six { stage + lanes * rows * 8 + rows * 4 } else { stage };
     let sums = if form.side { lanes } else { lanes / 2 } * tokens * (rows + 4) * 4;
     (form.stages * stage).max(sums)
 }
 
 /// True if linear_tile.cu serves the format, the columns and the activation.
 pub(super) fn is_tiled(format: Format, capability: u32, cols: usize, ld: usize) -> bool {
-    capability >= 90 && is_piped(format) && cols.is_multiple_of(256) && ld.is_multiple_of(8)
+    capability >= 90 && (is_piped(format) || is_six(format)) && cols.is_multiple_of(256) && ld.is_multiple_of(8)
 }
 
 /// Weight rows and token rows of a cluster of linear_wide.cu, and its stages.
@@ -48,7 +49,7 @@ pub(super) const WIDE: (u32, u32, usize) = (128, 64, 6);
 
 /// True if linear_wide.cu serves the format, the columns and the activation: no other compute capability has its instructions.
 pub(super) fn is_wide(format: Format, capability: u32, cols: usize, ld: usize) -> bool {
-    capability == 90 && is_tiled(format, capability, cols, ld)
+    capability == 90 && is_piped(format) && is_tiled(format, capability, cols, ld)
 }
 
 impl Kernels {
@@ -79,7 +80,7 @@ impl Kernels {
             return Err(unsupported());
         }
         let form = TILE.iter().find(|f| (f.rows, f.tokens) == (rows, tokens)).ok_or_else(unsupported)?;
-        let shared = tile_shared(form, scale_bytes(format), self.block_bytes());
+        let shared = tile_shared(form, scale_bytes(format), self.block_bytes(), is_six(format));
         if shared > self.shared_most {
             return Err(unsupported());
         }
