@@ -159,6 +159,9 @@ impl FormatKernels {
                 // The class is loaded once, for all its block sizes.
                 variants.extend(PIPE.map(|p| LinearVariant::Pipe { weights: p.weights, tiles: p.tiles }));
             }
+            if capability >= 90 && is_six(format) {
+                variants.extend(tiles());
+            }
             if capability >= 80 && is_piped_class(class) {
                 variants.extend(STREAM.map(|(per_thread, depth)| LinearVariant::Stream {
                     per_thread,
