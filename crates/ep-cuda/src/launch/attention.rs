@@ -22,9 +22,14 @@ const TILE_FROM: usize = 64;
 const FEW_ROWS: usize = 2;
 /// Warps of a block of attention.cu.
 const WARPS: usize = 4;
-/// Registers allow two blocks of this many warps of attention_rows.cu on a multiprocessor.
-const fn most_warps(group: usize) -> usize {
-    if group <= 5 { 6 } else { 4 }
+/// Registers allow two blocks of this many warps of attention_rows.cu on a multiprocessor: as it was compiled.
+const fn most_warps(form: AttentionForm, dim: usize, group: usize) -> usize {
+    match (form, dim, group) {
+        (_, _, 6..) => 4,
+        (AttentionForm::Split, ..) => 6,
+        (_, 128, 3) => 4,
+        _ => 5,
+    }
 }
 
 /// How a launch walks the chunks.
@@ -64,7 +69,7 @@ impl StagedChoice {
     fn of(shape: &HeadShape, form: AttentionForm, kv_heads: usize, rows: usize, chunks: usize, device: Device) -> Self {
         if form != AttentionForm::Split {
             // The last warp combines.
-            let workers = DIRECT_WORKERS.min(most_warps(staged_group(shape, STAGED_HEADS)) - 1);
+            let workers = DIRECT_WORKERS.min(most_warps(form, shape.dim, staged_group(shape, STAGED_HEADS)) - 1);
             return StagedChoice { heads: STAGED_HEADS, workers, spread: 1 };
         }
         let heads = if rows * kv_heads * chunks <= device.processors * 2 { FEW_HEADS } else { STAGED_HEADS };
@@ -158,7 +163,12 @@ impl Device {
         // The largest block that is ever launched.
         let fits = || {
             let group = staged_group(shape, STAGED_HEADS);
-            staged_bytes(AttentionForm::Direct, shape.dim, group, most_warps(group) - 1) <= self.shared_most
+            staged_bytes(
+                AttentionForm::Direct,
+                shape.dim,
+                group,
+                most_warps(AttentionForm::Direct, shape.dim, group) - 1,
+            ) <= self.shared_most
         };
         self.capability >= 80 && shape.half && STAGED_DIMS.contains(&shape.dim) && fits()
     }
@@ -308,7 +318,7 @@ impl Kernels {
         let function = self.attention_function(kind, form)?;
         // The combining warp takes the results of two workers at a time.
         let least = if form == AttentionForm::Split { 1 } else { 2 };
-        if workers < least || workers > most_warps(group) + 1 - least || spread == 0 {
+        if workers < least || workers > most_warps(form, dim, group) + 1 - least || spread == 0 {
             return Err(LaunchError::Unsupported(format!("attention with {workers} warps, {spread} blocks a row")));
         }
         if form == AttentionForm::Split {
@@ -398,7 +408,7 @@ mod tests {
                         assert!(all.contains(&(kind, form)), "{shape:?} {rows}");
                         let Kind::Staged { group, .. } = kind else { panic!() };
                         let warps = choice.workers + usize::from(form == AttentionForm::Direct);
-                        assert!(choice.workers > 0 && warps <= most_warps(group), "{choice:?}");
+                        assert!(choice.workers > 0 && warps <= most_warps(form, dim, group), "{choice:?}");
                         // Two blocks a multiprocessor, with the kilobyte that each takes for itself.
                         let bytes = staged_bytes(form, dim, group, choice.workers);
                         assert!(2 * (bytes + 1024) <= 228 << 10, "{choice:?}: {bytes}");
