@@ -26,7 +26,7 @@ fn partial_bytes(heads: usize, head_dim: usize) -> u64 {
     crate::abi::AttentionArgs::partials_bytes(1, heads, 1, head_dim) as u64
 }
 
-/// Chunks for which attention over contexts of `positions` is captured: a power of 4 times 8 chunks, or 0 if `rows` rows
+/// Chunks for which attention over contexts of `positions` is captured: 8, 32, 128, then twice as many each time, or 0 if `rows` rows
 /// fill the card without a split or their partial results would take more than `limit` bytes.
 pub fn attention_chunks(rows: usize, heads: usize, head_dim: usize, positions: usize, limit: u64) -> usize {
     /// From this many rows on, a block for each row and head keeps every multiprocessor busy.
@@ -34,7 +34,7 @@ pub fn attention_chunks(rows: usize, heads: usize, head_dim: usize, positions: u
     let need = positions.div_ceil(CHUNK).max(1);
     let mut chunks = 8usize;
     while chunks < need {
-        chunks = chunks.saturating_mul(4);
+        chunks = chunks.saturating_mul(if chunks < 128 { 4 } else { 2 });
     }
     let bytes = (rows as u64).saturating_mul(chunks as u64).saturating_mul(partial_bytes(heads, head_dim));
     if rows >= ENOUGH_ROWS || bytes > limit { 0 } else { chunks }
@@ -53,7 +53,7 @@ pub fn partials_bytes(max_rows: usize, heads: usize, head_dim: usize, max_contex
             if positions >= max_context {
                 break;
             }
-            positions = positions.saturating_mul(4).min(max_context);
+            positions = positions.saturating_mul(2).min(max_context);
         }
         if row_bucket >= max_rows.max(1) {
             return most;

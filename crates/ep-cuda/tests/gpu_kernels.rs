@@ -2,10 +2,13 @@
 //!
 //! Prints `N passed, M failed, K skipped`; without a usable device everything is skipped, and that is counted.
 //! `gpu_kernels [filter] [--quick]` runs the tests whose name contains the filter, or a few cases of some; `gpu_kernels bench [--full] [--rows=1,8,512]
-//! [--contexts=512,4096] [--width=16] [--no-forms] [--no-ways]` measures and writes `kernels.json` to the directory in `OUT`.
+//! [--contexts=512,4096] [--width=16] [--no-forms] [--no-ways]` measures and writes `kernels.json` to the directory in `OUT`;
+//! `gpu_kernels attention-bench` with `--rows`, `--contexts` and `--no-forms` measures attention alone, each way to launch it.
 
 #[path = "gpu/attention.rs"]
 mod attention;
+#[path = "gpu/attention_bench.rs"]
+mod attention_bench;
 #[path = "gpu/bench.rs"]
 mod bench;
 #[path = "gpu/context.rs"]
@@ -71,6 +74,10 @@ fn main() {
         }
     };
     println!("{}", gpu.describe());
+    if filter == "attention-bench" {
+        attention_bench::run(&gpu, &bench::Options::from_arguments());
+        return;
+    }
     if filter == "bench" {
         bench::run(&gpu, &bench::Options::from_arguments());
         return;

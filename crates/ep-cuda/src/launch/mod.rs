@@ -15,7 +15,7 @@ use cudarc::driver::DriverError;
 use cudarc::driver::sys::{self, CUfunction, CUstream};
 
 pub use activation::Source;
-pub use attention::{AttentionForm, HeadShape};
+pub use attention::{AttentionForm, HeadShape, StagedChoice};
 pub use chain::ChainShape;
 pub use linear::{LinearVariant, format_params, is_piped, is_six, scale_bytes, wanted_format};
 pub use module::Kernels;

@@ -2,7 +2,7 @@
 
 use half::f16;
 use headrace_ep_cuda::abi::{AttentionArgs, KvRef, RopeArgs, StepRow};
-use headrace_ep_cuda::launch::AttentionForm;
+use headrace_ep_cuda::launch::{AttentionForm, StagedChoice};
 use headrace_kv::{KvGeometry, KvHalf, KvLayout};
 use headrace_numerics::attention::{AttentionParams, attend};
 use headrace_numerics::elementwise::KvDtype;
@@ -19,13 +19,17 @@ const LAYERS: usize = 2;
 const LAYER: usize = 1;
 
 pub fn kv_ref(g: &KvGeometry, base: u64) -> KvRef {
+    kv_ref_of(g, base, LAYER)
+}
+
+pub fn kv_ref_of(g: &KvGeometry, base: u64, layer: usize) -> KvRef {
     let size = g.dtype.bytes();
     let head_rows = if g.layout == KvLayout::HeadMajor { g.page_tokens } else { 1 };
     KvRef {
         base,
         page_bytes: g.page_bytes() as u64,
-        key_offset: g.offset(LAYER, KvHalf::Key, 0, 0) as u64,
-        value_offset: g.offset(LAYER, KvHalf::Value, 0, 0) as u64,
+        key_offset: g.offset(layer, KvHalf::Key, 0, 0) as u64,
+        value_offset: g.offset(layer, KvHalf::Value, 0, 0) as u64,
         token_stride: (g.token_stride() / size) as u32,
         head_stride: (head_rows * g.head_dim) as u32,
         page_tokens: g.page_tokens as u32,
@@ -212,7 +216,17 @@ fn run(gpu: &Gpu, rng: &mut ChaCha8Rng, case: &Case, name: &str) {
     let (store_mem, qkv_mem) = (Mem::of(&store), Mem::of(&qkv));
     let partials = Mem::new(AttentionArgs::partials_bytes(bucket, *heads, chunks, dim));
     let tickets = Mem::of(&vec![0u32; bucket * heads]);
-    for form in [AttentionForm::Direct, AttentionForm::Split, AttentionForm::Split, AttentionForm::Tiled] {
+    // Own choices, then many and few workers, and splits that leave blocks without a chunk.
+    let mut ways = [AttentionForm::Direct, AttentionForm::Split, AttentionForm::Split, AttentionForm::Tiled]
+        .map(|f| (f, None))
+        .to_vec();
+    for (heads, workers) in [(6, 3), (6, 2), (2, 2)] {
+        ways.push((AttentionForm::Direct, Some(StagedChoice { heads, workers, spread: 1 })));
+        ways.extend(
+            [1, 3, 8].map(|spread| (AttentionForm::Split, Some(StagedChoice { heads, workers: workers - 1, spread }))),
+        );
+    }
+    for (form, choice) in ways {
         let out = Mem::new(want.len() * 4);
         let args = AttentionArgs {
             step: step.at,
@@ -231,10 +245,13 @@ fn run(gpu: &Gpu, rng: &mut ChaCha8Rng, case: &Case, name: &str) {
             chunks: chunks as u32,
         };
         // SAFETY: every buffer has the size that the shapes need.
-        unsafe { gpu.kernels[0].attention(gpu.queue(), form, &args, bucket) }.expect("launch");
+        unsafe { gpu.kernels[0].attention_as(gpu.queue(), form, choice, &args, bucket) }.expect("launch");
         gpu.sync();
         assert_same(&out.read(want.len()), &want, &|| {
-            format!("{name}: {heads}/{kv_heads} heads of {dim}, {:?} {:?}, {params:?}, {form:?}", g.layout, g.dtype)
+            format!(
+                "{name}: {heads}/{kv_heads} heads of {dim}, {:?} {:?}, {params:?}, {form:?} {choice:?}",
+                g.layout, g.dtype
+            )
         });
         assert!(tickets.read::<u32>(bucket * heads).iter().all(|&t| t == 0), "{name}: tickets");
     }

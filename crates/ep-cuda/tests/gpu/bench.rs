@@ -113,13 +113,13 @@ pub struct Options {
     /// Formats of the weights.
     formats: Vec<(&'static str, Format)>,
     /// Token rows; more than 64 are a prompt of one sequence, fewer are sequences of their own.
-    rows: Vec<usize>,
+    pub rows: Vec<usize>,
     /// Positions that each sequence already has.
-    contexts: Vec<usize>,
+    pub contexts: Vec<usize>,
     /// Bits of the activations; 0 for both.
     width: u32,
     /// Each form on each shape.
-    forms: bool,
+    pub forms: bool,
     /// Every way to overlap launches.
     ways: bool,
 }
