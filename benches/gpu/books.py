@@ -86,7 +86,7 @@ def under_limit(path: Path, limit: int, nvml: Nvml, faults: list[str]) -> dict[s
     tokens = engine.generate(prompt[:4], max_new_tokens=NEW_TOKENS, stop_tokens=()).token_ids
     stats = sound(engine)
     peaks = sampler.stop()
-    (pool,) = stats.memory
+    pool = stats.memory[0]  # the device
     for phase, row in peaks.items():
         if max(row["process"], row["card"]) > limit:
             faults.append(f"limit {limit:,}: {phase}: {row}")

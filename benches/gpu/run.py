@@ -40,7 +40,7 @@ def limits_of(path: Path, device: str = "cuda", **options: Any) -> tuple[int, in
 
 
 def memory_of(engine: headrace.Engine) -> dict[str, Any]:
-    (pool,) = sound(engine).memory
+    pool = sound(engine).memory[0]  # the device; the host's page-locked memory has a pool of its own
     holders = {h.name: h.used for h in pool.holders}
     assert pool.peak <= pool.limit, pool
     assert pool.unaccounted == pool.oversubscribed == pool.underflows == 0, pool

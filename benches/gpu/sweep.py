@@ -65,7 +65,7 @@ class Sweep:
 
 def books(engine: headrace.Engine) -> Row:
     """The pool's figures; asserts that no source has seen more than the limit, or than is counted where there is none."""
-    (pool,) = sound(engine).memory
+    pool = sound(engine).memory[0]  # the device; the host's page-locked memory has a pool of its own
     assert pool.peak <= pool.limit, pool
     if pool.unmanaged:
         # What the process takes once is used; the rest is counted apart.
