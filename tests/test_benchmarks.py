@@ -15,6 +15,7 @@ from conftest import ROOT
 
 sys.path[:0] = [str(ROOT / "benches"), str(ROOT / "benches" / "gpu")]
 
+import formats_table  # noqa: E402
 import header  # noqa: E402
 import instruments  # noqa: E402
 import make_model  # noqa: E402
@@ -90,6 +91,16 @@ def test_the_readme_s_table_claims_nothing_that_its_file_does_not_show() -> None
     smallest = min((r for r in limited if "streamed_per_token" not in r), key=lambda r: r["limit"])
     del smallest["tokens_equal"]
     assert "did not compare tokens" in readme_table.block(data, "x.json")
+
+
+def test_the_table_of_formats_is_made_from_its_file() -> None:
+    data = json.loads((FOLDER / "h200" / "kernels.json").read_text(encoding="utf-8"))
+    page = (FOLDER / "h200.md").read_text(encoding="utf-8")
+    between = page.split(formats_table.START)[1].split(formats_table.END)[0]
+    assert between.strip() == formats_table.table(data), "run `python benches/gpu/formats_table.py docs/benchmarks/h200/kernels.json --write`"
+    assert header.is_release(data["header"])
+    fields = {"format", "activations", "rows", "linear_ms", "tokens_per_s", "peer", "peer_tokens_per_s"}
+    assert all(fields <= set(r) for r in data["rows"])
 
 
 def test_one_ceiling_of_the_card_s_memory() -> None:
