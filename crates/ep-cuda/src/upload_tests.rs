@@ -3,7 +3,9 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use headrace_model::ModelSpec;
+use headrace_model::arrange::arrange_rows;
 use headrace_model::file::ModelFile;
+use headrace_numerics::format::Format;
 use headrace_provider::{HostLease, HostLedger};
 use headrace_testing::{ModelShape, random_model};
 
@@ -115,6 +117,78 @@ fn what_the_ledger_refuses_to_register_is_copied_and_then_goes_through_the_pool(
     }
     drop((uploader, fills));
     assert_eq!((calls.locked(), left.load(Ordering::Relaxed), context.host().bytes()), ((0, 0), POOL + first, 0));
+}
+
+/// A mapped model whose matrices a card keeps in planes.
+fn model_in_planes(name: &str) -> Arc<ModelSpec> {
+    let formats = vec![Format::Q4_0, Format::Q4_1, Format::Q4_K, Format::Q6_K];
+    let shape =
+        ModelShape { hidden: 256, ffn: 512, heads: 4, head_dim: 64, formats, tied: true, ..ModelShape::default() };
+    let mut model = random_model(7, &shape);
+    let path = std::env::temp_dir().join(format!("headrace-upload-{name}-{}", std::process::id()));
+    std::fs::write(&path, &model.files[0].bytes).unwrap();
+    model.files[0] = ModelFile::open(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    Arc::new(model).arranged(crate::launch::wanted_format)
+}
+
+/// Runs of rows of every plane of every matrix that is laid out anew, and the bytes that the card is to have of them.
+fn rows_in_planes(model: &ModelSpec) -> Vec<(PieceKey, Vec<u8>)> {
+    let mut all = Vec::new();
+    for (tensor, t) in model.tensors.iter().enumerate() {
+        let (Some(stored), Some(extent)) = (t.stored, t.planes[0]) else { continue };
+        let size = stored.row_bytes(0, t.cols);
+        for plane in 0..t.format.planes() {
+            for (row, rows) in [(0, t.rows), (t.rows / 3, t.rows / 2)] {
+                let from = &model.extent(extent)[row * size..(row + rows) * size];
+                let mut to = vec![0; rows * t.format.row_bytes(plane, t.cols)];
+                assert!(arrange_rows(stored, plane, t.cols, from, &mut to), "{}", t.name);
+                all.push((PieceKey { tensor, plane, row, rows }, to));
+            }
+        }
+    }
+    let formats: std::collections::HashSet<_> = model.tensors.iter().filter_map(|t| t.stored).collect();
+    assert!(formats.len() == 4 && all.len() > 20, "{formats:?}");
+    all
+}
+
+#[test]
+fn rows_in_planes_are_streamed_and_read_in_place_from_pinned_copies_of_their_own() {
+    let calls = Arc::new(FakeCalls::default());
+    let context = Context::fake(&calls);
+    let model = model_in_planes("planes");
+    let mut uploader = uploader(&context, &model);
+    let mut bytes = 0;
+    for (key, expected) in rows_in_planes(&model) {
+        for _ in 0..2 {
+            let Ok(Origin::Stable(at, len)) = uploader.origin(key) else { panic!("a pinned copy of {key:?}") };
+            // SAFETY: the copy is the uploader's, which is alive.
+            assert!(unsafe { std::slice::from_raw_parts(at, len) } == expected, "{key:?}");
+        }
+        bytes += expected.len() as u64;
+    }
+    assert_eq!(uploader.counters().pinned_copy_bytes, bytes, "each copy once");
+    let (key, expected) = &rows_in_planes(&model)[0];
+    let place = headrace_provider::Place::HostMapped;
+    let segment = Segment { tensor: TensorId(key.tensor), row: key.row, rows: key.rows, place };
+    let planes = uploader.in_place(&segment).unwrap();
+    let copy = uploader.pinned.get(key).unwrap();
+    assert!(copy.device() == planes[0] && copy.bytes()[..expected.len()] == expected[..]);
+}
+
+#[test]
+fn rows_in_planes_that_cannot_be_pinned_go_through_the_pool_as_the_card_wants_them() {
+    let calls = Arc::new(FakeCalls::default());
+    let context = Context::fake(&calls);
+    let model = model_in_planes("pool");
+    ledger(&context, POOL);
+    let mut uploader = uploader(&context, &model);
+    for (key, expected) in rows_in_planes(&model) {
+        for _ in 0..2 {
+            let Ok(Origin::Bounced(fills)) = uploader.origin(key) else { panic!("through the pool: {key:?}") };
+            assert!(!fills.is_empty() && uploader.plain.get(&key) == Some(&expected), "{key:?}");
+        }
+    }
 }
 
 #[test]
