@@ -18,29 +18,39 @@ def chat(engine: Engine, opening: list[dict[str, str]], generate: dict[str, Any]
     click.echo(_HELP, err=True)
     messages = list(opening)
     while True:
+        known = len(messages)
         try:
-            text = input("> ").strip()
-        except EOFError:
-            click.echo()
-            return
+            if not _turn(engine, messages, opening, generate):
+                return
         except KeyboardInterrupt:
+            # At the prompt, or before the first word of an answer: what was typed is forgotten, and the chat goes on.
+            del messages[known:]
             click.echo()
-            continue
-        if text == "/quit":
-            return
-        if text == "/clear":
-            messages = list(opening)
-            continue
-        if not text:
-            continue
-        messages.append({"role": "user", "content": text})
-        try:
-            answer = _answer(engine, messages, generate)
-        except ContextLengthError as error:
-            messages.pop()
-            click.echo(f"{error}\n/clear starts anew", err=True)
-            continue
-        messages.append({"role": "assistant", "content": answer})
+
+
+def _turn(engine: Engine, messages: list[dict[str, str]], opening: list[dict[str, str]], generate: dict[str, Any]) -> bool:
+    """Reads one message and answers it; both are added to `messages`. False at the end of the input."""
+    try:
+        text = input("> ").strip()
+    except EOFError:
+        click.echo()
+        return False
+    if text == "/quit":
+        return False
+    if text == "/clear":
+        messages[:] = opening
+        return True
+    if not text:
+        return True
+    messages.append({"role": "user", "content": text})
+    try:
+        answer = _answer(engine, messages, generate)
+    except ContextLengthError as error:
+        messages.pop()
+        click.echo(f"{error}\n/clear starts anew", err=True)
+        return True
+    messages.append({"role": "assistant", "content": answer})
+    return True
 
 
 def _answer(engine: Engine, messages: list[dict[str, str]], generate: dict[str, Any]) -> str:

@@ -21,7 +21,8 @@ def fetch(name: str) -> None:
     """
     entry = CATALOG[name]
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task(f"fetching {entry.file} ({entry.licence})", total=entry.bytes)
         path = fetch_model(name, lambda done, total: bars.update(bar, completed=done, total=total))
     click.echo(path)
